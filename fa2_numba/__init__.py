@@ -1,0 +1,45 @@
+"""FlashAttention in Numba CUDA, and every byte it moves.
+
+The public names load on first use, so that ``import fa2_numba`` needs no Numba (``fa2-numba
+doctor`` must run where Numba does not).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attention": "api",
+    "measure": "api",
+    "predict": "api",
+    "Measurement": "api",
+    "METHODS": "api",
+    "Tiling": "tiling",
+    "Traffic": "traffic",
+    "masking": "masking",
+}
+__all__ = [
+    "METHODS",
+    "Measurement",
+    "Tiling",
+    "Traffic",
+    "attention",
+    "masking",
+    "measure",
+    "predict",
+]
+
+if TYPE_CHECKING:
+    from fa2_numba import masking
+    from fa2_numba.api import METHODS, Measurement, attention, measure, predict
+    from fa2_numba.tiling import Tiling
+    from fa2_numba.traffic import Traffic
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fa2_numba' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(f"fa2_numba.{_HOME[name]}")
+    return module if name == _HOME[name] else getattr(module, name)

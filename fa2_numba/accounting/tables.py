@@ -1,0 +1,158 @@
+"""Reading the traffic table: which rows, what sum, which curve. Figures and page compute nothing else."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fa2_numba.tiling import DTYPE_BYTES, Tiling
+from fa2_numba.traffic import Traffic
+
+WORKSPACE = ("S", "P", "O_acc", "l", "m", "L")  # beyond the inputs and the output
+
+# Where each of these is written from end to end exactly once, so that stores = size.
+_WRITTEN_ONCE = {
+    ("S", "S = Q K^T"),
+    ("P", "normalise"),
+    ("O_acc", "init"),
+    ("l", "init"),
+    ("m", "init"),
+    ("L", "normalise"),
+    ("L", "finish"),
+    ("L", "epilogue"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with or without the causal mask: one line of a figure."""
+
+    method: str
+    causal: bool = False
+
+    @property
+    def label(self) -> str:
+        """As figures and tables name it."""
+        name = {"standard": "standard", "fa1": "FA1", "fa2": "FA2"}[self.method]
+        return f"{name} causal" if self.causal else name
+
+
+METHODS = ("standard", "fa1", "fa2")
+VARIANTS = tuple(Variant(m, causal) for causal in (False, True) for m in METHODS)
+DRAWN = (Variant("standard"), Variant("fa1"), Variant("fa2"), Variant("fa2", True))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays fixed along a curve over N: one head of one batch, N_q = N_k = N."""
+
+    d: int
+    tiling: Tiling
+    dtype: str = "fp32"
+
+    def columns(self) -> dict[str, Any]:
+        """The columns that it fixes."""
+        return {
+            "d": self.d,
+            "dtype": self.dtype,
+            "block_r": self.tiling.B_r,
+            "block_c": self.tiling.B_c,
+            "batch": 1,
+            "heads": 1,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, d = {self.d}, B_r × B_c = {self.tiling.B_r} × {self.tiling.B_c}"
+
+
+def select(rows: Iterable[Traffic], **columns: Any) -> list[Traffic]:
+    """The rows whose columns have these values; a tuple of values accepts each of them."""
+    wanted = {n: v if isinstance(v, tuple) else (v,) for n, v in columns.items()}
+    return [r for r in rows if all(getattr(r, n) in v for n, v in wanted.items())]
+
+
+def curve(rows: Iterable[Traffic], variant: Variant, setting: Setting, source: str) -> list[Traffic]:
+    """All rows of one line over N: plain or bound-causal mask, N_q = N_k."""
+    mask = "causal" if variant.causal else "none"
+    found = select(rows, method=variant.method, mask=mask, source=source, **setting.columns())
+    return [r for r in found if r.n_q == r.n_k]
+
+
+# Quantities: each sums bytes over some rows --------------------------------------------------------
+
+
+def is_workspace(row: Traffic) -> bool:
+    """Whether this row's stores are the size of an array that only the method needs."""
+    return row.op == "store" and (row.array, row.phase) in _WRITTEN_ONCE
+
+
+Choice = Callable[[Traffic], bool]
+TOTAL: Choice = lambda row: True  # noqa: E731
+WRITES: Choice = lambda row: row.op == "store"  # noqa: E731
+LOADS: Choice = lambda row: row.op == "load"  # noqa: E731
+KV_LOADS: Choice = lambda row: row.op == "load" and row.array in ("K", "V")  # noqa: E731
+Q_LOADS: Choice = lambda row: row.op == "load" and row.array == "Q"  # noqa: E731
+SCORES: Choice = lambda row: row.array in ("S", "P")  # noqa: E731
+
+
+def total(rows: Iterable[Traffic], choice: Choice = TOTAL, what: str = "bytes") -> int:
+    """The sum of a column over the chosen rows."""
+    return sum(getattr(r, what) for r in rows if choice(r))
+
+
+def over_N(
+    rows: Iterable[Traffic], choice: Choice = TOTAL, what: str = "bytes"
+) -> tuple[list[int], list[int]]:
+    """N, ascending, and the sum at each N; an N without a chosen row has 0."""
+    sums: dict[int, int] = {}
+    for r in rows:
+        sums[r.n_q] = sums.get(r.n_q, 0) + (getattr(r, what) if choice(r) else 0)
+    N = sorted(sums)
+    return N, [sums[n] for n in N]
+
+
+def by_array(rows: Iterable[Traffic]) -> dict[str, int]:
+    """Bytes of each array, loads and stores together."""
+    sums: dict[str, int] = {}
+    for r in rows:
+        sums[r.array] = sums.get(r.array, 0) + r.bytes
+    return sums
+
+
+def visited_tiles(rows: Iterable[Traffic]) -> dict[int, float]:
+    """N to the number of key tiles that were loaded: elements of K over B_c d, for whole tiles."""
+    found = select(rows, array="K", op="load")
+    return {r.n_k: r.elements / (r.block_c * r.d) for r in found if r.n_k % r.block_c == 0}
+
+
+# The closed forms' leading terms -------------------------------------------------------------------
+
+
+def leading(variant: Variant, setting: Setting, quantity: str) -> tuple[float, int]:
+    """(c, p): as N grows, a quantity's bytes approach ``c N^p``.
+
+    `quantity` is "total", "writes" or "workspace". Standard attention skips no tile, so causal
+    changes nothing there; it halves the tiles of the others. All are one head's, with S, P, l, m
+    and L in the accumulation dtype.
+    """
+    d, B_r, B_c = setting.d, setting.tiling.B_r, setting.tiling.B_c
+    e, acc = DTYPE_BYTES[setting.dtype], 8 if setting.dtype == "fp64" else 4
+    s = 0.5 if variant.causal and variant.method != "standard" else 1.0
+    rounds = e < acc  # fa1 then keeps O in an accumulator of its own
+    forms: dict[str, dict[str, tuple[float, int]]] = {
+        "standard": {
+            "total": (e * d * (2 / B_r + 1 / B_c) + 5 * acc, 2),
+            "writes": (2 * acc, 2),
+            "workspace": (2 * acc, 2),
+        },
+        "fa1": {
+            "total": (s * (e * d + acc * (2 * d + 4)) / B_c, 2),
+            "writes": (s * acc * (d + 2) / B_c, 2),
+            "workspace": (acc * (3 + (d if rounds else 0)), 1),
+        },
+        "fa2": {
+            "total": (s * 2 * e * d / B_r, 2),
+            "writes": (e * d + acc, 1),
+            "workspace": (acc, 1),
+        },
+    }
+    return forms[variant.method][quantity]

@@ -1,0 +1,552 @@
+"""attention, measure, predict: check the arguments, choose method and tiling, launch.
+
+Everything after q, k and v is keyword-only. Semantics are the ones of ``docs/contract.md``: causal
+is bottom-right aligned, windows include both ends, a row that sees no key gives 0 and LSE -inf.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa2_numba import arrays, io_model, masking, simulator
+from fa2_numba.kernels import fa1, fa2, standard, tile_map
+from fa2_numba.launch import Operands, on_device, shared_limit
+from fa2_numba.problem import Layout, Problem
+from fa2_numba.tiling import DTYPE_BYTES, MAX_HEAD_DIM, Tiling, acc_bytes, choose
+from fa2_numba.traffic import Traffic
+
+METHODS: dict[str, Callable[[Problem, Operands], None]] = {
+    "standard": standard.launch,
+    "fa1": fa1.launch,
+    "fa2": fa2.launch,
+}
+AUTO = "fa2"
+SIMULATED_TILING = Tiling(16, 16, 4, 8)  # one warp a block: the simulator runs it fastest
+
+
+def backend() -> str:
+    """Where kernels run in this process: "gpu" or "simulator"."""
+    return "simulator" if simulator.ACTIVE else "gpu"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What `measure` returns.
+
+    Attributes
+    ----------
+    out, lse : array
+        As `attention` returns them.
+    rows : list of Traffic
+        What the kernels that computed them moved, counted.
+    problem : Problem
+        The call, for `io_model.predict`.
+    """
+
+    out: Any
+    lse: Any
+    rows: list[Traffic]
+    problem: Problem
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: masking.Score | None = None,
+    scale: float | None = None,
+    method: str = "auto",
+    tiling: Tiling | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """softmax(scale Q K^T) V, exactly.
+
+    Parameters
+    ----------
+    q : array, (N_q, d), (H, N_q, d) or (B, H, N_q, d)
+        Queries. fp32, fp64, fp16 or bf16; any strides. CuPy, torch (without autograd) or Numba
+        arrays, or others with ``__cuda_array_interface__`` or DLPack, on one GPU; they run on that
+        device and on its current stream. Under the simulator, NumPy arrays.
+    k, v : array, (N_k, d), (H_k, N_k, d) or (B, H_k, N_k, d)
+        Keys and values, as `q`. H is a multiple of H_k; query head h reads head h // (H // H_k).
+    causal : bool, "bound" or "skip"
+        Key j is visible to row i iff ``j <= i + N_k - N_q``. The loop over key tiles ends at the
+        diagonal ("bound", as True), or visits every tile and skips the empty ones ("skip").
+    window : (left, right), optional
+        Row i sees keys ``i + N_k - N_q - left .. i + N_k - N_q + right``; -1 is unbounded.
+    mask : boolean array or masking.Mask, optional
+        True is visible; broadcasts to (..., N_q, N_k). Combined with `causal` and `window` by and.
+        A NumPy array is copied to the GPU.
+    softcap : float, optional
+        Scores become ``softcap * tanh(s / softcap)``, before ALiBi and mask.
+    alibi_slopes : array (H,) or (B, H), optional
+        ``-slope * |i + N_k - N_q - j|`` is added to the scores.
+    score : masking.Score, optional
+        A change of your own, after the others.
+    scale : float, optional
+        Default ``1 / sqrt(d)``.
+    method : str
+        "standard", "fa1", "fa2", or "auto", which is "fa2".
+    tiling : Tiling, optional
+        Default: `tiling.choose` for this device.
+    return_lse : bool
+        Also return the natural-log LSE of each row.
+    out : array, optional
+        Where to write the output: q's shape, dtype and kind; must not overlap the inputs.
+
+    Returns
+    -------
+    out : array, q's shape, dtype and kind
+    lse : array, q's shape without d; fp32 (fp64 for fp64 inputs)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any launch; the message names the argument, what was given and what is accepted.
+    """
+    call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
+    call.change(causal, window, mask, softcap, alibi_slopes, score)
+    result, lse, _, _ = call.run(counted=False)
+    return (result, lse) if return_lse else result
+
+
+def measure(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: masking.Score | None = None,
+    scale: float | None = None,
+    method: str = "auto",
+    tiling: Tiling | None = None,
+    out: Any = None,
+) -> Measurement:
+    """Run `attention` with counting kernels.
+
+    Parameters are those of `attention`. The kernels are the same source, compiled for counted
+    arrays; the result is bit for bit the same.
+
+    Returns
+    -------
+    Measurement
+        Output, LSE and the traffic rows, source "counted".
+    """
+    call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
+    call.change(causal, window, mask, softcap, alibi_slopes, score)
+    return Measurement(*call.run(counted=True))
+
+
+def predict(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    heads_kv: int | None = None,
+    n_k: int | None = None,
+    dtype: str = "fp32",
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    method: str = "auto",
+    tiling: Tiling | None = None,
+) -> list[Traffic]:
+    """The rows that `measure` would return, without running anything.
+
+    Parameters
+    ----------
+    q, k, v : array, optional
+        As for `attention`; or give `shape`.
+    shape : tuple, optional
+        q's shape: (N_q, d), (H, N_q, d) or (B, H, N_q, d). Arrays are taken as contiguous and
+        aligned.
+    heads_kv, n_k : int, optional
+        Key/value heads and keys; default as q.
+    dtype : str
+        "fp32", "fp64", "fp16" or "bf16"; with `shape`.
+
+    Returns
+    -------
+    list of Traffic
+        Source "predicted".
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; or neither or both of arrays and `shape`.
+    """
+    given = [x is not None for x in (q, k, v)]
+    if any(given) == (shape is not None) or any(given) != all(given):
+        raise ValueError("predict: give q, k and v, or shape")
+    call: _Call | _Shape
+    if shape is None:
+        call = _Call(q, k, v, method=method, tiling=tiling, scale=None, out=None)
+    else:
+        call = _Shape(shape, heads_kv, n_k, dtype, method, tiling)
+    call.change(causal, window, mask, softcap, alibi_slopes, None)
+    return io_model.predict(call.problem())
+
+
+# ---- one call ---------------------------------------------------------------------------------
+
+
+class _Shape:
+    """Sizes, method and tiling of a call, checked."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        heads_kv: int | None,
+        n_k: int | None,
+        dtype: str,
+        method: str,
+        tiling: Tiling | None,
+        device: int | None = None,
+    ):
+        shape = tuple(shape)
+        if not 2 <= len(shape) <= 4 or any(not isinstance(n, int) or n < 0 for n in shape):
+            raise ValueError(
+                f"shape: got {shape}, accepted: (N, d), (H, N, d) or (B, H, N, d), each 0 or more"
+            )
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype: got {dtype!r}, accepted: {', '.join(DTYPE_BYTES)}")
+        if method != "auto" and method not in METHODS:
+            raise ValueError(f"method: got {method!r}, accepted: auto, {', '.join(METHODS)}")
+        self.ndim, self.dtype = len(shape), dtype
+        self.method = AUTO if method == "auto" else method
+        self.B, self.H, self.N_q, self.d = (1,) * (4 - self.ndim) + shape
+        self.H_k = self.H if heads_kv is None else heads_kv
+        self.N_k = self.N_q if n_k is None else n_k
+        if not 1 <= self.d <= MAX_HEAD_DIM:
+            raise ValueError(f"q: got head dimension {self.d}, accepted: 1 to {MAX_HEAD_DIM}")
+        if self.H_k < 0 or self.N_k < 0:
+            raise ValueError(f"k: got {self.H_k} heads of {self.N_k} keys, accepted: 0 or more")
+        if (self.H_k == 0 and self.H) or (self.H_k and self.H % self.H_k):
+            raise ValueError(
+                f"k: got {self.H_k} heads for q's {self.H}, accepted: a divisor of {self.H}"
+            )
+        self.tiling = _tiling(tiling, self.d, dtype, device)
+        self.layouts: dict[str, Layout] = {}
+        self.mask, self.score = masking.none(), masking.unchanged()
+
+    @property
+    def shape_of_mask(self) -> tuple[int, ...]:
+        return (self.B, self.H, self.N_q, self.N_k)
+
+    def change(
+        self,
+        causal: bool | str,
+        window: Any,
+        mask: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        score: masking.Score | None,
+    ) -> None:
+        """Set mask and score change from the arguments."""
+        self.mask = _causal(causal)
+        if window is not None:
+            self.mask &= _window(window)
+        if mask is not None:
+            self.mask &= self._mask(mask)
+        if softcap is not None:
+            self.score = masking.softcap(_positive("softcap", softcap))
+        if alibi_slopes is not None:
+            self.score = self.score.then(self._alibi(alibi_slopes))
+        if score is not None:
+            if not isinstance(score, masking.Score):
+                raise TypeError(f"score: got {type(score).__qualname__}, accepted: masking.Score")
+            self.score = self.score.then(score)
+
+    def _mask(self, mask: Any) -> masking.Mask:
+        if isinstance(mask, masking.Mask):
+            self._check_tables(mask.args)
+            return mask
+        return masking.boolean(self._boolean(mask))
+
+    def _boolean(self, mask: Any) -> Any:
+        """A boolean mask with four axes, each 1 or of the full size."""
+        if not hasattr(mask, "shape") or not hasattr(mask, "dtype"):
+            raise TypeError(
+                f"mask: got {type(mask).__qualname__}, accepted: a boolean array or masking.Mask"
+            )
+        if str(mask.dtype).removeprefix("torch.") not in ("bool", "bool_"):
+            raise TypeError(f"mask: got dtype {mask.dtype}, accepted: bool (True is visible)")
+        want = self.shape_of_mask
+        have = tuple(mask.shape)
+        full = (1,) * (4 - len(have)) + have
+        if len(have) > self.ndim or any(h not in (1, w) for h, w in zip(full, want, strict=True)):
+            raise ValueError(
+                f"mask: got shape {have}, accepted: what broadcasts to {want[4 - self.ndim :]}"
+            )
+        return mask.reshape(full)
+
+    def _check_tables(self, args: tuple[Any, ...]) -> None:
+        for arg in args:
+            if isinstance(arg, tuple):
+                self._check_tables(arg)
+            elif isinstance(arg, masking.Table) and arg.name.startswith("document"):
+                rows, length = arg.values.shape
+                if length != self.N_k or rows not in (1, self.B):
+                    raise ValueError(
+                        f"mask: documents for shape {arg.values.shape}, accepted: "
+                        f"({self.N_k},) or ({self.B}, {self.N_k})"
+                    )
+            elif isinstance(arg, masking.BooleanArray):
+                self._boolean(arg.values)
+
+    def _alibi(self, slopes: Any) -> masking.Score:
+        acc = np.float64 if self.dtype == "fp64" else np.float32
+        if not hasattr(slopes, "shape"):
+            slopes = np.asarray(slopes)
+        if str(slopes.dtype).removeprefix("torch.") not in ("float16", "float32", "float64"):
+            raise TypeError(f"alibi_slopes: got dtype {slopes.dtype}, accepted: a float dtype")
+        if tuple(slopes.shape) not in ((self.H,), (self.B, self.H)):
+            raise ValueError(
+                f"alibi_slopes: got shape {tuple(slopes.shape)}, accepted: ({self.H},) or "
+                f"({self.B}, {self.H})"
+            )
+        return masking.alibi(arrays.to_host(slopes).astype(acc))
+
+    def problem(self) -> Problem:
+        """This call as the kernels and the model see it."""
+        return Problem(
+            self.method,
+            self.dtype,
+            self.B,
+            self.H,
+            self.H_k,
+            self.N_q,
+            self.N_k,
+            self.d,
+            self.tiling,
+            self.mask,
+            self.score,
+            self.layouts,
+        )
+
+
+class _Call(_Shape):
+    """A call with arrays."""
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        method: str,
+        tiling: Tiling | None,
+        scale: float | None,
+        out: Any,
+    ):
+        self.views = {n: arrays.operand(n, a) for n, a in (("q", q), ("k", k), ("v", v))}
+        Q, K, V = self.views.values()
+        self._check_arrays()
+        super().__init__(
+            Q.layout.shape,
+            None if self.ndim_of(Q) == 2 else K.layout.shape[-3],
+            K.layout.shape[-2],
+            Q.dtype,
+            method,
+            tiling,
+            Q.device,
+        )
+        self.scale = 1 / math.sqrt(self.d) if scale is None else _finite("scale", scale)
+        self.like = Q
+        self.out = Q.empty(Q.layout.shape, Q.dtype) if out is None else out
+        self.views["out"] = arrays.operand("out", self.out)
+        if out is not None:
+            self._check_out()
+        acc = "fp64" if acc_bytes(self.dtype) == 8 else "fp32"
+        self.lse = Q.empty(Q.layout.shape[:-1], acc)
+        self.views["lse"] = arrays.operand("lse", self.lse)
+        for name, view in zip("QKVOL", self.views.values(), strict=True):
+            self.layouts[name] = self._four_axes(view.layout, 4 if name != "L" else 3)
+
+    @staticmethod
+    def ndim_of(view: arrays.Operand) -> int:
+        """Number of axes."""
+        return len(view.layout.shape)
+
+    def _check_arrays(self) -> None:
+        q = self.views["q"]
+        for name, x in self.views.items():
+            shape = x.layout.shape
+            if len(shape) not in (2, 3, 4):
+                raise ValueError(
+                    f"{name}: got shape {shape}, accepted: (N, d), (H, N, d) or (B, H, N, d)"
+                )
+            if x.dtype not in DTYPE_BYTES:
+                raise TypeError(
+                    f"{name}: got dtype {x.dtype}, accepted: float32, float64, float16, bfloat16"
+                )
+            if x.dtype != q.dtype:
+                raise TypeError(f"{name}: got dtype {x.dtype}, accepted: q's, {q.dtype}")
+            if x.device != q.device:
+                raise ValueError(f"{name}: on GPU {x.device}, accepted: q's, {q.device}")
+            if len(shape) != len(q.layout.shape):
+                raise ValueError(f"{name}: got shape {shape}, accepted: as many axes as q")
+            if shape[-1] != q.layout.shape[-1]:
+                raise ValueError(
+                    f"{name}: got head dimension {shape[-1]}, accepted: q's, {q.layout.shape[-1]}"
+                )
+            if len(shape) == 4 and shape[0] != q.layout.shape[0]:
+                raise ValueError(
+                    f"{name}: got batch {shape[0]}, accepted: q's, {q.layout.shape[0]}"
+                )
+        k, v = self.views["k"].layout.shape, self.views["v"].layout.shape
+        if k != v:
+            raise ValueError(f"v: got shape {v}, accepted: k's, {k}")
+
+    def _check_out(self) -> None:
+        view, q = self.views["out"], self.views["q"]
+        if view.layout.shape != q.layout.shape or view.dtype != q.dtype:
+            raise ValueError(
+                f"out: got shape {view.layout.shape} and dtype {view.dtype}, accepted: q's, "
+                f"{q.layout.shape} and {q.dtype}"
+            )
+        if view.family != q.family or view.device != q.device:
+            raise ValueError("out: accepted: the same kind of array as q, on the same device")
+        if isinstance(self.out, np.ndarray) and not self.out.flags.writeable:
+            raise ValueError("out: got a read-only array, accepted: a writable one")
+        sizes = zip(view.layout.shape, view.layout.strides, strict=True)
+        if any(size > 1 and step == 0 for size, step in sizes):
+            raise ValueError("out: got an array with stride 0, accepted: elements of their own")
+        for name in ("q", "k", "v"):
+            if arrays.overlap(view.layout, self.views[name].layout):
+                raise ValueError(f"out: overlaps {name}, accepted: memory of its own")
+
+    def _four_axes(self, layout: Layout, ndim: int) -> Layout:
+        """The layout with batch and head axes of size 1 in front where they are missing."""
+        missing = ndim - len(layout.shape)
+        shape = (1,) * missing + layout.shape
+        strides = (0,) * missing + layout.strides
+        return Layout(shape, strides, layout.itemsize, layout.address)
+
+    def run(self, counted: bool) -> tuple[Any, Any, list[Traffic], Problem]:
+        """Launch; returns out, lse, the rows if counted, and the problem."""
+        problem = self.problem()
+        with on_device(self.like.device):
+            operands = Operands(
+                problem,
+                {
+                    name: self._kernel_array(view, name)
+                    for name, view in zip("QKVOL", self.views.values(), strict=True)
+                },
+                self._workspace,
+                arrays.numba_stream(self.like.stream),
+                self.scale,
+                counted,
+            )
+            self._upload(operands, (self.mask.args, self.score.args))
+            if "mask" in operands.arrays:
+                tile_map.launch(problem, operands)
+            METHODS[self.method](problem, operands)
+            rows = operands.rows() if counted else []
+        return self.out, self.lse, rows, problem
+
+    def _kernel_array(self, view: arrays.Operand, name: str) -> Any:
+        layout = self.layouts[name]
+        return arrays.kernel_array(view, layout.shape, layout.strides, view.dtype)
+
+    def _workspace(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+        name = arrays.DTYPE_NAMES.get(np.dtype(dtype), "bool")  # one byte: as a boolean array
+        owner = self.like.empty(shape, name)
+        view = arrays.operand("workspace", owner)
+        return arrays.kernel_array(view, shape, view.layout.strides, name), owner
+
+    def _upload(self, operands: Operands, args: tuple[Any, ...]) -> None:
+        """Put the arrays of mask and score change on the device."""
+        for arg in args:
+            if isinstance(arg, tuple):
+                self._upload(operands, arg)
+            elif isinstance(arg, masking.Table):
+                operands.arrays[arg.name] = _to_device(arg.values, operands)
+            elif isinstance(arg, masking.BooleanArray):
+                if isinstance(arg.values, np.ndarray):
+                    operands.arrays["mask"] = _to_device(arg.values.view(np.uint8), operands)
+                else:
+                    view = arrays.operand("mask", arg.values)
+                    if view.device != self.like.device:
+                        raise ValueError(
+                            f"mask: on GPU {view.device}, accepted: q's, {self.like.device}"
+                        )
+                    operands.arrays["mask"] = arrays.kernel_array(
+                        view, view.layout.shape, view.layout.strides, "bool"
+                    )
+
+
+def _to_device(values: np.ndarray, operands: Operands) -> Any:
+    if simulator.ACTIVE:
+        return values
+    from numba import cuda
+
+    return cuda.to_device(values, stream=operands.stream)
+
+
+def _tiling(tiling: Tiling | None, d: int, dtype: str, device: int | None) -> Tiling:
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise TypeError(f"tiling: got {type(tiling).__qualname__}, accepted: Tiling")
+    if tiling is None and simulator.ACTIVE:
+        return SIMULATED_TILING
+    limit = shared_limit(device)
+    if tiling is None:
+        return choose(d, dtype, limit)
+    tiling.check(d, dtype, limit)
+    return tiling
+
+
+def _causal(causal: bool | str) -> masking.Mask:
+    if causal is False:
+        return masking.none()
+    if causal is True or causal == "bound":
+        return masking.causal()
+    if causal == "skip":
+        return masking.causal_skip()
+    raise ValueError(f'causal: got {causal!r}, accepted: True, False, "bound", "skip"')
+
+
+def _window(window: Any) -> masking.Mask:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise TypeError(f"window: got {window!r}, accepted: a pair (left, right)") from None
+    for end in (left, right):
+        if isinstance(end, bool) or not isinstance(end, int | np.integer):
+            raise TypeError(f"window: got {window!r}, accepted: two integers")
+        if end < -1:
+            raise ValueError(f"window: got {window!r}, accepted: -1 (unbounded), 0 or more")
+    return masking.window(int(left), int(right))
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name}: got {value!r}, accepted: a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: got {value}, accepted: a finite number")
+    return float(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    number = _finite(name, value)
+    if number <= 0:
+        raise ValueError(f"{name}: got {value}, accepted: a positive number")
+    return number

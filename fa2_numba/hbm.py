@@ -1,0 +1,361 @@
+"""The door to global memory: plain arrays, and arrays that count every access.
+
+Counting is an argument type. ``kernel[...](Q, ...)`` compiles the plain kernel;
+``kernel[...](Counted(Q), ...)`` compiles the same source, and each ``Q[b, h, row, k]`` in it first
+adds to a tally:
+
+* elements: one per active lane (a vector access: one per component);
+* requests: one per warp instruction with an active lane;
+* sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
+
+A kernel may do four things with a global array: read it, write it, `vector_load`, `vector_store`.
+Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
+
+`phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel
+touches in two roles (the softmax reads S once for its maximum and once to normalise). On a plain
+array it is nothing.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fa2_numba import simulator
+
+LOAD, STORE = 0, 1
+ELEMENTS, REQUESTS, SECTORS = 0, 1, 2
+SECTOR_BYTES = 32
+
+
+def jit(function: Callable, name: str | None = None) -> Any:
+    """``cuda.jit`` for a kernel of this package: `Counted` arguments are allowed.
+
+    `name` becomes the kernel's name in PTX and in the profiler.
+    """
+    from numba import cuda
+
+    if name is not None:
+        function.__name__ = function.__qualname__ = name
+    if simulator.ACTIVE:
+        return cuda.jit(function)
+    return cuda.jit(function, extensions=[_LaunchCounted])
+
+
+def device(function: Callable) -> Any:
+    """``cuda.jit(device=True)``: a function that kernels call (and that libNVVM inlines)."""
+    from numba import cuda
+
+    return cuda.jit(function, device=True)
+
+
+class Counted:
+    """A global array whose every access in a kernel is counted.
+
+    Parameters
+    ----------
+    data : array
+        A device array (Numba's, or anything with ``__cuda_array_interface__``); under the
+        simulator a NumPy array.
+    phases : int
+        Number of rows `phase` may select.
+
+    Notes
+    -----
+    `counts` reads the tally: int64 of shape ``(phases, 2, 3)``, indexed by phase, ``LOAD``/``STORE``
+    and ``ELEMENTS``/``REQUESTS``/``SECTORS``.
+    """
+
+    def __init__(self, data: Any, phases: int = 1):
+        self.phases = phases
+        self.row = 0
+        if simulator.ACTIVE:
+            self.data = data
+            self._log: dict[Any, list[Any]] = {}
+            interface = data.__array_interface__
+            self._address = interface["data"][0]
+            self.shape, self.strides, self.dtype = data.shape, data.strides, data.dtype
+        else:
+            from numba import cuda
+
+            self.data = cuda.as_cuda_array(data, sync=False)
+            self.tally = cuda.to_device(np.zeros((phases, 2, 3), np.int64))
+
+    def counts(self) -> np.ndarray:
+        """The tally so far, as int64 ``(phase, op, kind)``."""
+        if not simulator.ACTIVE:
+            return np.asarray(self.tally.copy_to_host())
+        counts = np.zeros((self.phases, 2, 3), np.int64)
+        for (row, op, *_), (lanes, elements, sectors) in self._log.items():
+            counts[row, op] += (elements * lanes.bit_count(), 1, len(sectors))
+        return counts
+
+    # Under the simulator the object itself is the kernel's argument.
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        self._touch(index, LOAD, 1, 3)
+        return self.data[index]
+
+    def __setitem__(self, index: tuple[Any, ...], value: Any) -> None:
+        self._touch(index, STORE, 1, 3)
+        self.data[index] = value
+
+    def _touch(self, index: Any, op: int, elements: int, depth: int) -> None:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != len(self.shape):
+            raise TypeError(f"a Counted array takes its full index, got {index}")
+        for place, size in zip(index, self.shape, strict=True):
+            if not 0 <= place < size:
+                raise IndexError(f"index {index} is outside the shape {self.shape}")
+        block = simulator.Block.current
+        assert block is not None, "a Counted array is indexed inside a kernel only"
+        lane, warp = simulator.lane(), block.thread.thread_id // simulator.WARP
+        instruction = simulator.dynamic_instruction(depth)
+        entry = self._log.setdefault(
+            (self.row, op, block.number, warp, instruction), [0, elements, set()]
+        )
+        if entry[0] >> lane & 1:
+            raise RuntimeError(
+                "one lane executes one access twice in the same iteration of every for loop around "
+                "it; loops around a counted access must be for loops over one counter"
+            )
+        entry[0] |= 1 << lane
+        offset = sum(int(i) * s for i, s in zip(index, self.strides, strict=True))
+        entry[2].add((self._address + offset) // SECTOR_BYTES)
+
+    def _with_row(self, row: int) -> "Counted":
+        view = object.__new__(Counted)
+        view.__dict__.update(self.__dict__, row=row)
+        return view
+
+    @property
+    def _numba_type_(self) -> Any:
+        from numba.cuda.typing.typeof import typeof
+
+        return _CountedType(typeof(self.data), typeof(self.tally))
+
+
+if simulator.ACTIVE:
+
+    def phase(A: Any, row: int) -> Any:
+        """`A`, its accesses from here on tallied in row `row`; a plain array is itself."""
+        return A._with_row(row) if isinstance(A, Counted) else A
+
+    def vector_load(width: int) -> Any:
+        """A device function ``load(A, index, out, at)``: ``out[at + c] = A[index + c]``, c < `width`.
+
+        The `width` elements are neighbours in the last axis and move in one aligned load of
+        ``width * itemsize`` bytes (at most 16).
+        """
+
+        def load(A, index, out, at):
+            data = A
+            if isinstance(A, Counted):
+                A._touch(index, LOAD, width, 3)
+                data = A.data
+            for c in range(width):
+                out[at + c] = data[(*index[:-1], index[-1] + c)]
+
+        return load
+
+    def vector_store(width: int) -> Any:
+        """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
+
+        def store(A, index, values, at):
+            data = A
+            if isinstance(A, Counted):
+                A._touch(index, STORE, width, 3)
+                data = A.data
+            for c in range(width):
+                data[(*index[:-1], index[-1] + c)] = values[at + c]
+
+        return store
+
+else:
+    from llvmlite import ir
+    from numba import cuda
+    from numba.cuda import cgutils, types
+    from numba.cuda.extending import (
+        intrinsic,
+        make_attribute_wrapper,
+        models,
+        overload,
+        overload_attribute,
+        register_model,
+    )
+
+    class _CountedType(types.Type):
+        """The type of `Counted`: an array, its tally and the tally's row."""
+
+        def __init__(self, array: Any, tally: Any):
+            self.array, self.tally = array, tally
+            super().__init__(name=f"Counted({array}, {tally})")
+
+    @register_model(_CountedType)
+    class _CountedModel(models.StructModel):
+        def __init__(self, manager, counted):
+            members = [("data", counted.array), ("tally", counted.tally), ("row", types.int64)]
+            super().__init__(manager, counted, members)
+
+    for _member in ("data", "tally", "row"):
+        make_attribute_wrapper(_CountedType, _member, _member)
+
+    class _LaunchCounted:
+        """Dispatcher extension: a `Counted` argument travels as its array, tally and row."""
+
+        @staticmethod
+        def prepare_args(ty, val, **_):
+            if isinstance(ty, _CountedType):
+                parts = types.Tuple((ty.array, ty.tally, types.int64))
+                return parts, (val.data, val.tally, val.row)
+            return ty, val
+
+    @overload_attribute(_CountedType, "shape", target="cuda")
+    def _counted_shape(A):
+        return lambda A: A.data.shape
+
+    def _element_pointer(context, builder, array_type, array, index_type, index):
+        """LLVM pointer to ``array[index]``; the index is full and not negative."""
+        struct = context.make_array(array_type)(context, builder, array)
+        places = [
+            context.cast(builder, place, ty, types.intp)
+            for place, ty in zip(cgutils.unpack_tuple(builder, index), index_type, strict=True)
+        ]
+        return cgutils.get_item_pointer2(
+            context,
+            builder,
+            data=struct.data,
+            shape=cgutils.unpack_tuple(builder, struct.shape),
+            strides=cgutils.unpack_tuple(builder, struct.strides),
+            layout=array_type.layout,
+            inds=places,
+            wraparound=False,
+            boundscheck=False,
+        )
+
+    @intrinsic
+    def _address(typingctx, A, index):
+        """Byte address of ``A[index]``."""
+
+        def codegen(context, builder, signature, args):
+            pointer = _element_pointer(
+                context, builder, signature.args[0], args[0], signature.args[1], args[1]
+            )
+            return builder.ptrtoint(pointer, ir.IntType(64))
+
+        return types.int64(A, index), codegen
+
+    @cuda.jit(device=True)
+    def _count(tally, row, op, address, elements):
+        """Add one access of each active lane to the tally: three atomics a warp, not a lane."""
+        active = cuda.activemask()
+        lane = np.uint32(1) << np.uint32(cuda.laneid)
+        same_sector = cuda.match_any_sync(active, address >> 5)
+        # The lowest lane of each group of lanes in one sector speaks for the group.
+        speaks = (np.uint32(same_sector) & (lane - np.uint32(1))) == 0
+        sectors = cuda.popc(cuda.ballot_sync(active, speaks))
+        if (np.uint32(active) & (lane - np.uint32(1))) == 0:
+            cuda.atomic.add(tally, (row, op, ELEMENTS), elements * cuda.popc(active))
+            cuda.atomic.add(tally, (row, op, REQUESTS), 1)
+            cuda.atomic.add(tally, (row, op, SECTORS), sectors)
+
+    @overload(operator.getitem, target="cuda")
+    def _counted_getitem(A, index):
+        if isinstance(A, _CountedType):
+
+            def getitem(A, index):
+                _count(A.tally, A.row, LOAD, _address(A.data, index), 1)
+                return A.data[index]
+
+            return getitem
+
+    @overload(operator.setitem, target="cuda")
+    def _counted_setitem(A, index, value):
+        if isinstance(A, _CountedType):
+
+            def setitem(A, index, value):
+                _count(A.tally, A.row, STORE, _address(A.data, index), 1)
+                A.data[index] = value
+
+            return setitem
+
+    @intrinsic
+    def _with_row(typingctx, A, row):
+        def codegen(context, builder, signature, args):
+            struct = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
+            struct.row = context.cast(builder, args[1], signature.args[1], types.int64)
+            return struct._getvalue()
+
+        return A(A, row), codegen
+
+    def phase(A: Any, row: int) -> Any:
+        """`A`, its accesses from here on tallied in row `row`; a plain array is itself."""
+        raise NotImplementedError("phase is called in kernels only")
+
+    @overload(phase, target="cuda")
+    def _phase(A, row):
+        if isinstance(A, _CountedType):
+            return lambda A, row: _with_row(A, row)
+        return lambda A, row: A
+
+    def _vector_access(width, op):
+        """The two overloads of a vector access: of a plain array and of a counted one."""
+
+        @intrinsic
+        def move(typingctx, A, index, values, at):
+            def codegen(context, builder, signature, args):
+                array_type, index_type, values_type, at_type = signature.args
+                element = context.get_data_type(array_type.dtype)
+                vector = ir.VectorType(element, width)
+                # Aligned by the caller's promise: the host checked address and strides.
+                align = width * array_type.dtype.bitwidth // 8
+                remote = builder.bitcast(
+                    _element_pointer(context, builder, array_type, args[0], index_type, args[1]),
+                    vector.as_pointer(),
+                )
+                local = context.make_array(values_type)(context, builder, args[2]).data
+                first = builder.gep(local, [context.cast(builder, args[3], at_type, types.intp)])
+                slots = [builder.gep(first, [ir.IntType(32)(c)]) for c in range(width)]
+                if op == LOAD:
+                    loaded = builder.load(remote, align=align)
+                    for c, slot in enumerate(slots):
+                        builder.store(builder.extract_element(loaded, ir.IntType(32)(c)), slot)
+                else:
+                    packed = ir.Constant(vector, ir.Undefined)
+                    for c, slot in enumerate(slots):
+                        packed = builder.insert_element(
+                            packed, builder.load(slot), ir.IntType(32)(c)
+                        )
+                    builder.store(packed, remote, align=align)
+                return context.get_dummy_value()
+
+            return types.void(A, index, values, at), codegen
+
+        def access(A, index, values, at):
+            raise NotImplementedError("called in kernels only")
+
+        @overload(access, target="cuda")
+        def _access(A, index, values, at):
+            if isinstance(A, _CountedType):
+
+                def counted(A, index, values, at):
+                    _count(A.tally, A.row, op, _address(A.data, index), width)
+                    move(A.data, index, values, at)
+
+                return counted
+            return lambda A, index, values, at: move(A, index, values, at)
+
+        return access
+
+    def vector_load(width: int) -> Any:
+        """A device function ``load(A, index, out, at)``: ``out[at + c] = A[index + c]``, c < `width`.
+
+        The `width` elements are neighbours in the last axis and move in one aligned load of
+        ``width * itemsize`` bytes (at most 16).
+        """
+        return _vector_access(width, LOAD)
+
+    def vector_store(width: int) -> Any:
+        """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
+        return _vector_access(width, STORE)

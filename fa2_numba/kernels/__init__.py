@@ -1,0 +1,1 @@
+"""One kernel file for each algorithm; none imports another."""

@@ -1,0 +1,220 @@
+"""Launch kernels, and keep the operands of one attention call.
+
+A kernel file's ``launch(problem, A)`` asks `A` for its operands by name (``A.array("Q", "load
+Q_i")``) and says what to run (``A.run(kernel, blocks, threads, shared_bytes, ...)``). Whether the
+operands are plain or counted is decided here, so no launcher knows.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fa2_numba import hbm, simulator
+from fa2_numba.masking import BooleanArray, Table
+from fa2_numba.problem import Problem
+from fa2_numba.traffic import Traffic
+
+MAX_BLOCKS = 2**31 - 1  # of one launch, in x
+STATIC_SHARED_LIMIT = 48 * 1024  # above this a kernel must ask for its shared memory
+OPS = ("load", "store")
+
+
+class Operands:
+    """The operands of one attention call, plain or counted.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    arrays : dict
+        Name to device array as kernels take it: Q, K, V, O, L, and what `allocate` adds.
+    allocate : callable ``(shape, dtype) -> (array, owner)``
+        Makes a workspace on the call's device and stream; `owner` keeps its memory alive.
+    stream : Any
+        What Numba launches on.
+    scale : float
+        Score scale.
+    counted : bool
+        Whether the kernels count.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: dict[str, Any],
+        allocate: Any,
+        stream: Any,
+        scale: float,
+        counted: bool,
+    ):
+        self.problem = problem
+        self.arrays = arrays
+        self.stream = stream
+        self.scale = np.float64(scale) if problem.dtype == "fp64" else np.float32(scale)
+        self.counted = counted
+        self._allocate = allocate
+        self._owners: list[Any] = []
+        self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
+
+    def array(self, name: str, *phases: str) -> Any:
+        """Operand `name`; its accesses belong to `phases`, by the row that `hbm.phase` names."""
+        return self._operand(name, self.arrays[name], phases)
+
+    def workspace(self, name: str) -> None:
+        """Allocate the workspace array `name` of the problem (S, P, l, m or O_acc)."""
+        layout = self.problem.layout(name)
+        acc = np.float64 if layout.itemsize == 8 else np.float32
+        self.arrays[name] = self.allocate(layout.shape, acc)
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A device array that lives as long as this call."""
+        array, owner = self._allocate(shape, dtype)
+        self._owners.append(owner)
+        return array
+
+    def mask_args(self, phase: str) -> tuple[Any, ...]:
+        """The mask's arguments; reads of its arrays belong to `phase`."""
+        return self._args(self.problem.mask.args, phase)
+
+    def score_args(self, phase: str) -> tuple[Any, ...]:
+        """The score change's arguments; reads of its arrays belong to `phase`."""
+        return self._args(self.problem.score.args, phase)
+
+    def _args(self, args: tuple[Any, ...], phase: str) -> tuple[Any, ...]:
+        out: list[Any] = []
+        for arg in args:
+            if isinstance(arg, tuple):
+                out.append(self._args(arg, phase))
+            elif isinstance(arg, Table):
+                out.append(self._operand(arg.name, self.arrays[arg.name], (phase,)))
+            elif isinstance(arg, BooleanArray):
+                t, p = self.problem.tiling, self.problem
+                kinds = _broadcast(self.arrays["tile map"], (p.B, p.H, t.T_r(p.N_q), t.T_c(p.N_k)))
+                mask = _broadcast(self.arrays["mask"], (p.B, p.H, p.N_q, p.N_k))
+                out += (self._operand("mask", mask, (phase,)),)
+                out += (self._operand("tile map", kinds, (phase,)),)
+                out += (t.B_r, t.B_c, p.N_k - p.N_q)
+            else:
+                out.append(arg)
+        return tuple(out)
+
+    def _operand(self, name: str, array: Any, phases: tuple[str, ...]) -> Any:
+        if not self.counted:
+            return array
+        tally = hbm.Counted(array, len(phases))
+        self._tallies.append((name, phases, array.dtype.itemsize, tally))
+        return tally
+
+    def run(self, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any) -> None:
+        """Launch `blocks` blocks of `threads` threads; no block, no launch.
+
+        Raises
+        ------
+        ValueError
+            More blocks than one launch can have.
+        """
+        if blocks == 0:
+            return
+        if blocks > MAX_BLOCKS:
+            raise ValueError(
+                f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
+            )
+        launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
+
+    def rows(self) -> list[Traffic]:
+        """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
+        sums: dict[tuple[str, str, str], list[int]] = {}
+        for name, phases, itemsize, tally in self._tallies:
+            counts = tally.counts()
+            for row, phase in enumerate(phases):
+                for op, op_name in enumerate(OPS):
+                    elements, requests, sectors = (int(n) for n in counts[row, op])
+                    if requests:
+                        entry = sums.setdefault((name, phase, op_name), [0, 0, 0, 0])
+                        numbers = (elements, elements * itemsize, requests, sectors)
+                        entry[:] = [a + b for a, b in zip(entry, numbers, strict=True)]
+        columns = self.problem.columns()
+        return [
+            Traffic(
+                **columns,
+                array=array,
+                phase=phase,
+                op=op,
+                elements=n[0],
+                bytes=n[1],
+                requests=n[2],
+                sectors=n[3],
+                cycles=None,
+                source="counted",
+            )
+            for (array, phase, op), n in sums.items()
+        ]
+
+
+def launch(
+    kernel: Any, blocks: int, threads: int, stream: Any, shared_bytes: int, *args: Any
+) -> None:
+    """Launch a kernel, allowing it the shared memory it needs.
+
+    Above 48 KB the driver wants to be asked for each compiled kernel; Numba does not ask.
+    """
+    if simulator.ACTIVE:
+        kernel[blocks, threads, stream, shared_bytes](*args)
+        return
+    from numba.cuda.cudadrv.driver import binding, driver
+
+    types = tuple(kernel.typeof_pyval(arg) for arg in args)
+    compiled = kernel.overloads.get(types) or kernel.compile(types)
+    function = compiled._codelibrary.get_cufunc()
+    if shared_bytes > STATIC_SHARED_LIMIT:
+        driver.cuKernelSetAttribute(
+            binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            shared_bytes,
+            function.handle,
+            function.device.id,
+        )
+    configured = kernel[blocks, threads, stream, shared_bytes]
+    compiled.launch(args, configured.griddim, configured.blockdim, configured.stream, shared_bytes)
+
+
+def _broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """A view of a device array with stride 0 along the axes that broadcast."""
+    if tuple(array.shape) == shape:
+        return array
+    strides = tuple(
+        0 if have == 1 and want != 1 else step
+        for have, want, step in zip(array.shape, shape, array.strides, strict=True)
+    )
+    if simulator.ACTIVE:
+        return np.lib.stride_tricks.as_strided(array, shape, strides)
+    from fa2_numba.arrays import device_view
+
+    return device_view(_pointer(array), shape, strides, array.dtype)
+
+
+def _pointer(array: Any) -> int:
+    return int(array.__cuda_array_interface__["data"][0])
+
+
+@contextlib.contextmanager
+def on_device(device: int | None) -> Iterator[None]:
+    """Make GPU `device` current; None leaves things as they are."""
+    if device is None:
+        yield
+        return
+    from numba import cuda
+
+    with cuda.gpus[device]:
+        yield
+
+
+def shared_limit(device: int | None) -> int:
+    """Bytes of shared memory that a block may ask for on this device."""
+    if simulator.ACTIVE:
+        return STATIC_SHARED_LIMIT
+    from numba import cuda
+
+    with on_device(device):
+        return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

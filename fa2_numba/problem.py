@@ -1,0 +1,173 @@
+"""A problem: everything that decides what an attention call moves.
+
+`api.py` launches a problem, `io_model.py` predicts it; both read the vector widths from here, so
+they cannot disagree about which access is how wide.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa2_numba.masking import Mask, Score, none, unchanged
+from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
+
+METHODS = ("standard", "fa1", "fa2")
+ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an array's elements lie.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Elements per axis.
+    strides : tuple of int
+        Bytes per step in each axis; may be 0 or negative.
+    itemsize : int
+        Bytes of an element.
+    address : int
+        Byte address of element (0, 0, ...); only its remainder by 256 matters.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    address: int = 0
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], itemsize: int, address: int = 0) -> "Layout":
+        """C order, no gaps."""
+        strides, step = [], itemsize
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        return cls(shape, tuple(reversed(strides)), itemsize, address)
+
+    def vectorises(self, width: int) -> bool:
+        """Whether each aligned run of `width` elements of a row is one aligned piece of memory."""
+        if width == 1:
+            return True
+        piece = width * self.itemsize
+        return (
+            self.shape[-1] % width == 0
+            and (self.shape[-1] == 1 or self.strides[-1] == self.itemsize)
+            and self.address % piece == 0
+            and all(
+                step % piece == 0
+                for size, step in zip(self.shape[:-1], self.strides[:-1], strict=True)
+                if size > 1
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One attention call.
+
+    Attributes
+    ----------
+    method, dtype : str
+        One of `METHODS`; "fp32", "fp64", "fp16" or "bf16".
+    B, H, H_k, N_q, N_k, d : int
+        Batch, query heads, key/value heads, lengths, head dimension.
+    tiling : Tiling
+        Tile sizes and thread grid.
+    mask, score : Mask, Score
+        What is visible and how scores change.
+    layouts : dict
+        `Layout` of Q, K, V, O and L; contiguous and aligned where absent.
+    """
+
+    method: str
+    dtype: str
+    B: int
+    H: int
+    H_k: int
+    N_q: int
+    N_k: int
+    d: int
+    tiling: Tiling
+    mask: Mask = field(default_factory=none)
+    score: Score = field(default_factory=unchanged)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+
+    def layout(self, name: str) -> Layout:
+        """The layout of Q, K, V, O or L, or of the workspace S, P, l, m or O_acc."""
+        if name in self.layouts:
+            return self.layouts[name]
+        B, H, N_q, N_k, d = self.B, self.H, self.N_q, self.N_k, self.d
+        e, e_acc = DTYPE_BYTES[self.dtype], acc_bytes(self.dtype)
+        shapes: dict[str, tuple[tuple[int, ...], int]] = {
+            "Q": ((B, H, N_q, d), e),
+            "K": ((B, self.H_k, N_k, d), e),
+            "V": ((B, self.H_k, N_k, d), e),
+            "O": ((B, H, N_q, d), e),
+            "O_acc": ((B, H, N_q, d), e_acc),
+            "S": ((B, H, N_q, N_k), e_acc),
+            "P": ((B, H, N_q, N_k), e_acc),
+            "L": ((B, H, N_q), e_acc),
+            "l": ((B, H, N_q), e_acc),
+            "m": ((B, H, N_q), e_acc),
+        }
+        return Layout.contiguous(*shapes[name])
+
+    @property
+    def rounds(self) -> bool:
+        """Whether O is narrower than the accumulator (fp16, bf16)."""
+        return DTYPE_BYTES[self.dtype] < acc_bytes(self.dtype)
+
+    @property
+    def load_width(self) -> int:
+        """Elements per load of Q, K and V: 16 bytes, or 1 unless all three are aligned."""
+        width = vector_width(self.dtype)
+        return width if all(self.layout(n).vectorises(width) for n in "QKV") else 1
+
+    @property
+    def store_width(self) -> int:
+        """Elements per store of O from the register tile."""
+        C, _ = self.tiling.columns_of_O(self.d, self.dtype)
+        return C if self.layout("O").vectorises(C) else 1
+
+    @property
+    def o_acc_name(self) -> str:
+        """The array in which fa1 accumulates: O itself where it is wide enough."""
+        return "O_acc" if self.rounds else "O"
+
+    @property
+    def o_acc_width(self) -> int:
+        """Elements per access of fa1's accumulator from the register tile."""
+        C, _ = self.tiling.columns_of_O(self.d, self.dtype)
+        return C if self.layout(self.o_acc_name).vectorises(C) else 1
+
+    @property
+    def o_row_width(self) -> int:
+        """Elements per access of O and its accumulator in fa1's init and finish."""
+        width = VECTOR_BYTES // acc_bytes(self.dtype)
+        names = {"O", self.o_acc_name}
+        return width if all(self.layout(n).vectorises(width) for n in names) else 1
+
+    @property
+    def p_width(self) -> int:
+        """Elements per access of S and P in the standard softmax and of P in the output kernel."""
+        width = VECTOR_BYTES // acc_bytes(self.dtype)
+        return width if self.N_k % width == 0 else 1
+
+    def columns(self) -> dict[str, Any]:
+        """The first columns of this problem's traffic rows."""
+        name = "+".join(n for n in (self.mask.name, self.score.name) if n)
+        return {
+            "method": self.method,
+            "dtype": self.dtype,
+            "batch": self.B,
+            "heads": self.H,
+            "heads_kv": self.H_k,
+            "n_q": self.N_q,
+            "n_k": self.N_k,
+            "d": self.d,
+            "causal": "causal" in self.mask.name.replace("-skip", "").split("&"),
+            "mask": name,
+            "block_r": self.tiling.B_r,
+            "block_c": self.tiling.B_c,
+            "level": "issued",
+        }

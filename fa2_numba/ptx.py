@@ -1,0 +1,110 @@
+"""One device function per PTX instruction, named as the instruction.
+
+Each carries the section of NVIDIA's PTX ISA manual that defines it. Under the simulator the same
+name is a NumPy stand-in with the same meaning (not the same last bit, for ``ex2.approx``).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fa2_numba import simulator
+
+
+def instruction(
+    text: str, constraints: str, result: str, operands: tuple[str, ...], stand_in: Callable
+) -> Any:
+    """A device function that is one PTX instruction without memory effects.
+
+    Parameters
+    ----------
+    text : str
+        The instruction, with operands ``$0`` (result), ``$1``, ...
+    constraints : str
+        LLVM constraint letters in the same order, result first: f (f32), d (f64), h (16 bit),
+        r (32 bit), l (64 bit).
+    result, operands : str
+        Names of Numba types.
+    stand_in : callable
+        What runs instead under the simulator.
+    """
+    if simulator.ACTIVE:
+        return stand_in
+
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    result_type = getattr(types, result)
+    operand_types = [getattr(types, name) for name in operands]
+
+    def codegen(context, builder, signature, args):
+        values = [context.get_value_type(t) for t in signature.args]
+        function = ir.FunctionType(context.get_value_type(signature.return_type), values)
+        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=False), args)
+
+    if len(operands) == 1:
+
+        @intrinsic
+        def emit(typingctx, a):
+            return result_type(*operand_types), codegen
+    else:
+
+        @intrinsic
+        def emit(typingctx, a, b):
+            return result_type(*operand_types), codegen
+
+    return emit
+
+
+def _bf16_bits(x: np.float32) -> np.uint16:
+    import ml_dtypes
+
+    return np.float32(x).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+ex2_approx_ftz_f32 = instruction(
+    # "Floating Point Instructions: ex2". 2**x, at most 2 ulp off, subnormals flushed to zero.
+    "ex2.approx.ftz.f32 $0, $1;",
+    "=f,f",
+    "float32",
+    ("float32",),
+    lambda x: np.exp2(x, dtype=np.float32),
+)
+
+cvt_rn_bf16_f32 = instruction(
+    # "Data Movement and Conversion Instructions: cvt". Round to nearest even; result: 16 bits.
+    "cvt.rn.bf16.f32 $0, $1;",
+    "=h,f",
+    "uint16",
+    ("float32",),
+    _bf16_bits,
+)
+
+mov_f32_bf16 = instruction(
+    # "Data Movement and Conversion Instructions: mov". The bits become the upper half of an f32.
+    "mov.b32 $0, {0, $1};",
+    "=f,h",
+    "float32",
+    ("uint16",),
+    lambda bits: (np.uint32(bits) << np.uint32(16)).view(np.float32),
+)
+
+
+def _shuffle_stand_in(x: Any, lanes: int) -> Any:
+    return simulator.exchange(x)[simulator.lane() ^ int(lanes)]
+
+
+if simulator.ACTIVE:
+    shfl_bfly = _shuffle_stand_in
+else:
+    from numba import cuda
+
+    @cuda.jit(device=True)
+    def shfl_bfly(x, lanes):
+        """``shfl.sync.bfly``: the value `x` of the lane whose number differs in the bits `lanes`.
+
+        PTX ISA, "Data Movement and Conversion Instructions: shfl.sync". All 32 lanes take part.
+        """
+        return cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes)

@@ -1,0 +1,193 @@
+"""What a block does with a tile: load it, multiply it.
+
+Factories: each returns a device function for one `Tiling`, its sizes frozen as constants so that
+libNVVM unrolls every loop and keeps the register tiles in registers.
+
+Indices into shared memory are unsigned (`u32`): a signed index costs a wrap-around test, and hides
+from the compiler that four neighbours are one ``LDS.128``.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from fa2_numba.formats import Format
+from fa2_numba.hbm import device, vector_load
+from fa2_numba.masking import FULL, UNCHANGED, tile_functions
+from fa2_numba.tiling import Tiling, ceil_div
+
+u32 = np.uint32
+LOADS_IN_FLIGHT = 32  # elements a thread requests before it waits for the first
+
+
+def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> Any:
+    """A device function that brings a piece of a global matrix into a shared tile.
+
+    ``load(T, A, b, h, row_0, N, col_0, M, factor, tid)``:
+    ``T[r, k] = factor * A[b, h, row_0 + r, col_0 + k]`` for r < `rows`, k < `columns`. A has N rows
+    and M columns; what lies outside becomes 0. Neighbouring lanes take neighbouring pieces of
+    `width` elements, so a warp reads whole lines. A thread asks for several pieces before it
+    stores the first.
+    """
+    pieces = columns // width
+    total = rows * pieces
+    steps = ceil_div(total, threads)
+    batch = min(steps, max(1, LOADS_IN_FLIGHT // width))
+    batches = ceil_div(steps, batch)
+    held = batch * width
+    storage, to_acc, acc = fmt.storage, fmt.to_acc, fmt.acc
+    zero = acc(0)
+    load = vector_load(width)
+
+    @device
+    def load_tile(T, A, b, h, row_0, N, col_0, M, factor, tid):
+        x = cuda.local.array(held, storage)
+        for s in range(batches):
+            for t in range(batch):
+                e = tid + u32((s * batch + t) * threads)
+                r, k = e // u32(pieces), e % u32(pieces) * u32(width)
+                if e < u32(total) and row_0 + r < N and col_0 + k < M:
+                    load(A, (b, h, row_0 + r, col_0 + k), x, t * width)
+            for t in range(batch):
+                e = tid + u32((s * batch + t) * threads)
+                r, k = e // u32(pieces), e % u32(pieces) * u32(width)
+                if e < u32(total):
+                    inside = row_0 + r < N and col_0 + k < M
+                    for c in range(width):
+                        value = to_acc(x[t * width + c]) * factor if inside else zero
+                        T[r, k + u32(c)] = value
+
+    return load_tile
+
+
+def clear_columns(rows: int, first: int, last: int, threads: int, fmt: Format) -> Any:
+    """A device function ``clear(T, tid)`` that sets columns first..last-1 of a tile to 0.
+
+    The padding that a product reads (d up to a multiple of 4, or to whole column groups).
+    """
+    width = last - first
+    steps = ceil_div(rows * width, threads) if width > 0 else 0
+    zero = fmt.acc(0)
+
+    @device
+    def clear(T, tid):
+        for t in range(steps):
+            e = tid + u32(t * threads)
+            if e < u32(rows * width):
+                T[e // u32(width), u32(first) + e % u32(width)] = zero
+
+    return clear
+
+
+def _step(length: int) -> int:
+    """How many terms of a dot product are loaded at once."""
+    return next(step for step in (4, 2, 1) if length % step == 0)
+
+
+def product_nt(tiling: Tiling, length: int, fmt: Format) -> Any:
+    """A device function ``S += A B^T`` on register tiles: ``product(S, A, B, ty, tx)``.
+
+    A is the shared tile Q_i, B is K_j; `length` terms. Per step a thread reads 4 neighbours of R_r
+    rows of A and R_c rows of B (LDS.128 each) for 4 * R_r * R_c multiply-adds.
+    """
+    n_r, n_c, R_r, R_c = tiling.n_r, tiling.n_c, tiling.R_r, tiling.R_c
+    step, acc = _step(length), fmt.acc
+
+    @device
+    def product(S, A, B, ty, tx):
+        a = cuda.local.array((R_r, step), acc)
+        b = cuda.local.array((R_c, step), acc)
+        for k0 in range(0, length, step):
+            for r in range(R_r):
+                for k in range(step):
+                    a[r, k] = A[ty + u32(r * n_r), u32(k0 + k)]
+            for c in range(R_c):
+                for k in range(step):
+                    b[c, k] = B[tx + u32(c * n_c), u32(k0 + k)]
+            for k in range(step):
+                for r in range(R_r):
+                    for c in range(R_c):
+                        S[r, c] += a[r, k] * b[c, k]
+
+    return product
+
+
+def product_nn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
+    """A device function ``acc += P V`` on register tiles: ``product(acc, P, V, ty, tx)``.
+
+    P is the shared tile P_ij, V is V_j. With `masked`, a term with P = 0 is left out: a masked key
+    must not reach O even when its value is NaN or infinite (0 * NaN is NaN).
+    """
+    n_r, n_c, R_r = tiling.n_r, tiling.n_c, tiling.R_r
+    C, G = tiling.columns_of_O(d, fmt.name)
+    step, acc_type = _step(tiling.B_c), fmt.acc
+    length, R_d = tiling.B_c, C * G
+    zero = acc_type(0)
+
+    @device
+    def product(acc, P, V, ty, tx):
+        p = cuda.local.array((R_r, step), acc_type)
+        v = cuda.local.array(R_d, acc_type)
+        for k0 in range(0, length, step):
+            for r in range(R_r):
+                for k in range(step):
+                    p[r, k] = P[ty + u32(r * n_r), u32(k0 + k)]
+            for k in range(step):
+                for g in range(G):
+                    for c in range(C):
+                        v[g * C + c] = V[u32(k0 + k), u32(C) * (tx + u32(g * n_c)) + u32(c)]
+                for r in range(R_r):
+                    for c in range(R_d):
+                        if not masked or p[r, k] != zero:
+                            acc[r, c] += p[r, k] * v[c]
+
+    return product
+
+
+def score_finisher(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
+    """A device function that applies score changes and mask to a register tile of S.
+
+    ``finish(S, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k)``; the thread's rows are
+    ``row_0 + r*n_r``, its columns ``col_0 + c*n_c``. A masked score becomes -inf. With `kind` FULL
+    nothing is masked, and without score changes nothing is done.
+    """
+    n_r, n_c, R_r, R_c = tiling.n_r, tiling.n_c, tiling.R_r, tiling.R_c
+    _, _, (row_bounds, visible) = tile_functions(rule, tiling.B_r, tiling.B_c, device)
+    _, changed = change.functions(device, fmt.acc)
+    CHANGED = change is not UNCHANGED
+    minus_inf = fmt.acc("-inf")
+
+    @device
+    def finish(S, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k):
+        if CHANGED or kind != FULL:
+            for r in range(R_r):
+                i, lo, hi = row_bounds(mask_args, b, h, row_0 + r * n_r, N_q, N_k)
+                for c in range(R_c):
+                    j = col_0 + c * n_c
+                    if CHANGED:
+                        S[r, c] = changed(state, i, j, S[r, c])
+                    if kind != FULL:
+                        if not (lo <= j < hi and visible(mask_args, b, h, i, j)):
+                            S[r, c] = minus_inf
+
+    return finish
+
+
+def nonfinite_finder(rows: int, columns: int, threads: int, fmt: Format) -> Any:
+    """A device function ``find(T, tid)``: 1 if this thread's share of T has NaN or inf, else 0."""
+    steps = ceil_div(rows * columns, threads)
+    zero = fmt.acc(0)
+
+    @device
+    def find(T, tid):
+        found = np.int32(0)
+        for t in range(steps):
+            e = tid + u32(t * threads)
+            if e < u32(rows * columns):
+                x = T[e // u32(columns), e % u32(columns)]
+                if not x - x == zero:
+                    found = np.int32(1)
+        return found
+
+    return find

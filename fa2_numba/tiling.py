@@ -1,0 +1,225 @@
+"""Tilings: which thread computes what, and what shared memory holds.
+
+The one place that knows the sizes B_r, B_c, T_r, T_c of the papers, how a block's threads share a
+tile, and how many bytes that takes. Kernels, model and tests all read it from here.
+
+A block of ``n_r * n_c`` threads computes a B_r x B_c tile of S and a B_r x d tile of O. Thread
+(ty, tx), ``ty = tid // n_c`` and ``tx = tid % n_c``, owns a register tile of each:
+
+* of S: rows ``ty + r*n_r`` for r < R_r, columns ``tx + c*n_c`` for c < R_c;
+* of O: the same rows, columns ``C*(tx + g*n_c) + c`` for g < G, c < C.
+
+A row is shared by n_c neighbouring lanes of one warp, so row maxima are warp shuffles.
+"""
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+MAX_HEAD_DIM = 256
+REGISTERS_PER_THREAD = 255
+BANK_BYTES = 128  # one line of the 32 four-byte banks of shared memory
+VECTOR_BYTES = 16  # the widest load or store of one thread
+
+
+def acc_bytes(dtype: str) -> int:
+    """Bytes of one element on chip: fp32 for all formats but fp64."""
+    return 8 if dtype == "fp64" else 4
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def vector_width(dtype: str) -> int:
+    """Elements of one 16-byte access."""
+    return VECTOR_BYTES // DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and thread grid of a block.
+
+    Parameters
+    ----------
+    B_r, B_c : int
+        Rows of a query tile, rows of a key/value tile.
+    n_r, n_c : int
+        Thread grid: ``n_r`` divides ``B_r``, ``n_c`` divides ``B_c`` and is a power of two up to
+        32. ``n_r * n_c`` is a multiple of 32 and at most 1024, or less than 32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that breaks these rules, with the numbers.
+    """
+
+    B_r: int
+    B_c: int
+    n_r: int
+    n_c: int
+
+    def __post_init__(self) -> None:
+        for name in ("B_r", "B_c", "n_r", "n_c"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"tiling: {name} must be an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"tiling: {name} must be at least 1, got {value}")
+        if self.B_r % self.n_r:
+            raise ValueError(f"tiling: n_r must divide B_r, got n_r={self.n_r}, B_r={self.B_r}")
+        if self.B_c % self.n_c:
+            raise ValueError(f"tiling: n_c must divide B_c, got n_c={self.n_c}, B_c={self.B_c}")
+        if self.n_c & (self.n_c - 1) or self.n_c > 32:
+            raise ValueError(
+                f"tiling: n_c must be a power of two up to 32 (one row stays in one warp), "
+                f"got {self.n_c}"
+            )
+        n = self.threads
+        if n > 1024 or (n % 32 and n > 32):
+            raise ValueError(
+                f"tiling: n_r * n_c must be a multiple of 32 up to 1024, or below 32; got {n}"
+            )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.n_r * self.n_c
+
+    @property
+    def R_r(self) -> int:
+        """Rows of a thread's register tile."""
+        return self.B_r // self.n_r
+
+    @property
+    def R_c(self) -> int:
+        """Columns of a thread's register tile of S."""
+        return self.B_c // self.n_c
+
+    def T_r(self, N_q: int) -> int:
+        """Number of query tiles."""
+        return ceil_div(N_q, self.B_r)
+
+    def T_c(self, N_k: int) -> int:
+        """Number of key/value tiles."""
+        return ceil_div(N_k, self.B_c)
+
+    def columns_of_O(self, d: int, dtype: str) -> tuple[int, int]:
+        """(C, G): a thread's columns of O are G groups of C neighbours.
+
+        The narrowest O tile that covers d, and among equals the widest vector.
+        """
+        widths = [c for c in (4, 2, 1) if c * acc_bytes(dtype) <= VECTOR_BYTES]
+        C = min(widths, key=lambda c: c * ceil_div(d, c * self.n_c))
+        return C, ceil_div(d, C * self.n_c)
+
+    def shared_layout(
+        self, d: int, dtype: str, names: str = "QKVP"
+    ) -> tuple[dict[str, tuple[int, int, int]], int]:
+        """Place the named tiles in shared memory.
+
+        Q_i is B_r x d, K_j is B_c x d, V_j is B_c x d and P_ij is B_r x B_c. Row lengths are padded
+        so that no access of the kernels has a bank conflict:
+
+        * Q_i, K_j are read 16 bytes along a row, 8 lanes in 8 rows: a row is an odd number of
+          16-byte units;
+        * P_ij is written by n_c lanes a row: the next row starts n_c banks further;
+        * V_j is read along rows: no padding.
+
+        Returns
+        -------
+        tiles : dict
+            Name to (rows, columns, byte offset).
+        total : int
+            Bytes of dynamic shared memory.
+        """
+        e = acc_bytes(dtype)
+        unit, banks = VECTOR_BYTES // e, BANK_BYTES // e
+        C, G = self.columns_of_O(d, dtype)
+        ld = ceil_div(d, 4) * 4
+        ld += 0 if ld // unit % 2 else unit
+        ld_p = ceil_div(self.B_c, unit) * unit
+        while self.n_c * e >= VECTOR_BYTES and ld_p % banks != self.n_c % banks:
+            ld_p += unit
+        shapes = {
+            "Q": (self.B_r, ld),
+            "K": (self.B_c, ld),
+            "V": (self.B_c, C * G * self.n_c),
+            "P": (self.B_r, ld_p),
+        }
+        tiles, total = {}, 0
+        for name in names:
+            rows, columns = shapes[name]
+            tiles[name] = (rows, columns, total)
+            total += ceil_div(rows * columns * e, BANK_BYTES) * BANK_BYTES
+        return tiles, total
+
+    def registers(self, d: int, dtype: str) -> int:
+        """Estimate of the registers of a thread: its tiles of S and O, fragments, addresses."""
+        C, G = self.columns_of_O(d, dtype)
+        tiles = self.R_r * (self.R_c + C * G)
+        fragments = 4 * (self.R_r + max(self.R_c, C))
+        return 40 + (tiles + fragments) * acc_bytes(dtype) // 4
+
+    def check(self, d: int, dtype: str, shared_limit: int) -> None:
+        """Raise `ValueError`, with the numbers, unless a block fits `shared_limit` bytes."""
+        _, total = self.shared_layout(d, dtype)
+        if total > shared_limit:
+            raise ValueError(
+                f"tiling: {self} needs {total} bytes of shared memory for d={d}, dtype={dtype}; "
+                f"a block may have {shared_limit}"
+            )
+
+    def fits(self, d: int, dtype: str, shared_limit: int) -> bool:
+        """Whether a block fits shared memory and, by estimate, the registers of a thread."""
+        _, total = self.shared_layout(d, dtype)
+        registers = self.registers(d, dtype)
+        return (
+            total <= shared_limit
+            and registers <= REGISTERS_PER_THREAD
+            and registers * self.threads <= 65536
+        )
+
+
+def papers_rule(M: int, d: int) -> tuple[int, int]:
+    """Tile sizes of FlashAttention's Algorithm 1, line 1, for M elements of on-chip memory.
+
+    ``B_c = ceil(M / 4d)``, ``B_r = min(ceil(M / 4d), d)`` (Dao et al. 2022).
+    """
+    B_c = ceil_div(M, 4 * d)
+    return min(B_c, d), B_c
+
+
+# Widest first. Each thread grid keeps the register tile of O at 8 rows where d allows.
+CANDIDATES = (
+    Tiling(64, 64, 8, 16),
+    Tiling(64, 64, 8, 32),
+    Tiling(64, 32, 8, 32),
+    Tiling(32, 32, 8, 16),
+    Tiling(32, 32, 8, 32),
+    Tiling(16, 32, 8, 32),
+    Tiling(16, 32, 16, 32),
+)
+
+
+def choose(d: int, dtype: str, shared_limit: int) -> Tiling:
+    """The tiling used when the caller gives none: the first candidate that fits.
+
+    Parameters
+    ----------
+    d : int
+        Head dimension.
+    dtype : str
+        "fp32", "fp64", "fp16" or "bf16".
+    shared_limit : int
+        Bytes of shared memory a block may have on this device.
+
+    Raises
+    ------
+    ValueError
+        No candidate fits.
+    """
+    for tiling in CANDIDATES:
+        if tiling.fits(d, dtype, shared_limit):
+            return tiling
+    raise ValueError(f"tiling: none fits {shared_limit} bytes of shared memory at d={d}, {dtype}")

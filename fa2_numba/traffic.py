@@ -1,0 +1,92 @@
+"""Traffic rows: the one table that everything in this package reads and writes.
+
+A row says how much one array moved, in one phase, in one direction, at one memory level, and who
+says so. Predicted, counted and hardware rows have the same columns, so they can be compared.
+"""
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+COLUMNS = (
+    "method, dtype, batch, heads, heads_kv, n_q, n_k, d, causal, mask, block_r, block_c, level, "
+    "array, phase, op, elements, bytes, requests, sectors, cycles, source"
+).split(", ")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One row of the table.
+
+    Attributes
+    ----------
+    method, dtype : str
+        "standard", "fa1" or "fa2"; "fp32", "fp64", "fp16" or "bf16".
+    batch, heads, heads_kv, n_q, n_k, d : int
+        The problem.
+    causal : bool
+        Whether the mask includes the causal one.
+    mask : str
+        Mask and score changes, "none" if none.
+    block_r, block_c : int
+        B_r and B_c.
+    level : str
+        Where it was counted. "issued": global loads and stores as the warps issue them.
+    array, phase, op : str
+        Which array, in which part of the algorithm, "load" or "store".
+    elements, bytes, requests, sectors : int
+        Elements moved, their bytes, warp instructions, 32-byte sectors touched by each.
+    cycles : int or None
+        Time of the phase, where measured.
+    source : str
+        "predicted" (io_model), "counted" (the kernel) or "hardware" (the GPU's counters).
+    """
+
+    method: str
+    dtype: str
+    batch: int
+    heads: int
+    heads_kv: int
+    n_q: int
+    n_k: int
+    d: int
+    causal: bool
+    mask: str
+    block_r: int
+    block_c: int
+    level: str
+    array: str
+    phase: str
+    op: str
+    elements: int
+    bytes: int
+    requests: int
+    sectors: int
+    cycles: int | None
+    source: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Column to value, in the table's order."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the row apart from its source and its numbers."""
+        return astuple(self)[: COLUMNS.index("elements")]
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """elements, bytes, requests, sectors."""
+        return self.elements, self.bytes, self.requests, self.sectors
+
+
+def differences(a: Iterable[Traffic], b: Iterable[Traffic]) -> list[tuple[Traffic, Traffic]]:
+    """Pairs of rows with the same key whose numbers differ; a missing row counts as zeros."""
+    left, right = {r.key: r for r in a}, {r.key: r for r in b}
+    pairs = []
+    for key in dict.fromkeys([*left, *right]):
+        zero = replace(left.get(key) or right[key], elements=0, bytes=0, requests=0, sectors=0)
+        x, y = left.get(key, zero), right.get(key, zero)
+        if x.numbers != y.numbers:
+            pairs.append((x, y))
+    return pairs

@@ -1,0 +1,624 @@
+"""The reference against a triple loop, against its own symmetries, and the tolerance on trial."""
+
+import math
+from importlib import resources
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from fa2_numba import reference
+from fa2_numba.reference import (
+    WORKED_EXAMPLE,
+    InnerStep,
+    RowTile,
+    assert_attention,
+    assert_close_to_reference,
+    attention_reference,
+    attention_same_precision,
+    causal_mask,
+    flash_attention_2_trace,
+    merge,
+    window_mask,
+)
+
+bf16 = ml_dtypes.bfloat16
+DTYPES = [np.float16, bf16, np.float32, np.float64]
+few = settings(max_examples=100, deadline=None)
+
+# Both sides are float64 with at most 6 keys, 4 columns and scores below 100: a few dozen roundings
+# of 1.1e-16, some of them multiplied by the score they sit in.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def naive(
+    q: Any, k: Any, v: Any, scale: float | None = None, causal: bool = False, window: Any = None,
+    mask: Any = None, softcap: float | None = None, alibi_slopes: Any = None, bias: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Four-dimensional arrays; loops over rows and keys, and never touches a masked key."""
+    (B, H, N_q, d), (_, H_k, N_k, _) = q.shape, k.shape
+    out, lse = np.zeros((B, H, N_q, d)), np.full((B, H, N_q), -math.inf)
+    scale = d**-0.5 if scale is None else scale
+    for b, h, row in np.ndindex(B, H, N_q):
+        kv, i, s = h * H_k // H, row + N_k - N_q, {}
+        for j in range(N_k):
+            if causal and j > i:
+                continue
+            if window is not None and window[0] != -1 and i - j > window[0]:
+                continue
+            if window is not None and window[1] != -1 and j - i > window[1]:
+                continue
+            if mask is not None and not np.broadcast_to(mask, (B, H, N_q, N_k))[b, h, row, j]:
+                continue
+            s[j] = scale * sum(float(q[b, h, row, c]) * float(k[b, kv, j, c]) for c in range(d))
+            if softcap:
+                s[j] = softcap * math.tanh(s[j] / softcap)
+            if alibi_slopes is not None:
+                s[j] -= np.broadcast_to(alibi_slopes, (B, H))[b, h] * abs(i - j)
+            if bias is not None:
+                s[j] += np.broadcast_to(bias, (B, H, N_q, N_k))[b, h, row, j]
+        if s:
+            top = math.nan if any(map(math.isnan, s.values())) else max(s.values())
+            total = sum(math.exp(x - top) for x in s.values())
+            lse[b, h, row] = top + math.log(total)
+            for c in range(d):
+                weighted = (math.exp(x - top) * float(v[b, kv, j, c]) for j, x in s.items())
+                out[b, h, row, c] = sum(weighted) / total
+    return out, lse
+
+
+def assert_equal(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_allclose(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, **EXACT)
+
+
+def random_qkv(
+    seed: int, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any = np.float64
+) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in (q_shape, kv_shape, kv_shape)]
+
+
+@st.composite
+def problems(draw: Any, empty: bool = True) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Any q, k, v and options; small because `naive` is slow and every edge is within 6 rows."""
+    low = 0 if empty else 1
+    sizes, some = st.integers(low, 6), st.integers(1, 3)
+    B, H_k, d, N_q, N_k = draw(some), draw(some), draw(st.integers(1, 4)), draw(sizes), draw(sizes)
+    H = H_k * draw(some)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    qkv = [3 * rng.standard_normal((B, h, n, d)) for h, n in ((H, N_q), (H_k, N_k), (H_k, N_k))]
+    side = st.integers(-1, 7)
+    options = {
+        "scale": draw(st.sampled_from([None, 1.0, 0.3])),
+        "causal": draw(st.booleans()),
+        "window": draw(st.none() | st.tuples(side, side)),
+        "softcap": draw(st.sampled_from([None, 2.0])),
+        "mask": draw(st.sampled_from([None, rng.random((B, 1, N_q, N_k)) < 0.6])),
+        "alibi_slopes": draw(st.sampled_from([None, rng.random(H), rng.random((B, H))])),
+        "bias": draw(st.sampled_from([None, rng.standard_normal((H, N_q, N_k))])),
+    }
+    return qkv, options
+
+
+# The definition ----------------------------------------------------------------------------------
+
+
+@few
+@given(problems())
+def test_equals_the_triple_loop(problem: Any) -> None:
+    qkv, options = problem
+    for got, expected in zip(
+        attention_reference(*qkv, **options), naive(*qkv, **options), strict=True
+    ):
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, expected, **EXACT)
+
+
+@few
+@given(problems(empty=False), st.data())
+def test_masked_nan_and_inf_influence_nothing_and_visible_nan_shows(
+    problem: Any, data: Any
+) -> None:
+    # pytorch#163997, cudnn-frontend#740, flashinfer#941: 0 * NaN of a masked key or padded tail
+    (q, k, v), options = problem
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    poison = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    bad = rng.random(k.shape[:3]) < 0.3
+    only_v = v.copy()
+    only_v[bad] = poison  # inf * p is inf, inf - inf is NaN: the loop says which
+    with np.errstate(invalid="ignore"):
+        expected = naive(q, k, only_v, **options)
+    for got, want in zip(attention_reference(q, k, only_v, **options), expected, strict=True):
+        np.testing.assert_allclose(got, want, **EXACT)
+    both = k.copy()
+    both[bad] = only_v[bad] = np.nan
+    expected = naive(q, both, only_v, **options)
+    for got, want in zip(attention_reference(q, both, only_v, **options), expected, strict=True):
+        np.testing.assert_allclose(got, want, **EXACT)
+
+
+def test_inf_in_a_masked_key() -> None:
+    q, k, v = random_qkv(0, (4, 8), (6, 8))
+    seen = np.ones(6, bool)
+    seen[[1, 4]] = False
+    expected = attention_reference(q, k[seen], v[seen])
+    k[1], k[4], v[1], v[4] = np.inf, -np.inf, np.inf, np.nan
+    for got, want in zip(attention_reference(q, k, v, mask=seen), expected, strict=True):
+        np.testing.assert_allclose(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_leading_dimensions_and_rows(ndim: int) -> None:
+    q, k, v = random_qkv(1, (2, 4, 7, 3), (2, 2, 9, 3))
+    options = {"causal": True, "alibi_slopes": np.array([0.5, 0.2, 0.1, 0.0])}
+    if ndim < 4:
+        q, k, v = q[0], k[0], v[0]
+    if ndim < 3:
+        q, k, v, options = q[0], k[0], v[0], {"causal": True, "alibi_slopes": [0.5]}
+    out, lse = attention_reference(q, k, v, **options)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    rows = [6, 0, 3]
+    some_out, some_lse = attention_reference(q, k, v, rows=rows, **options)
+    np.testing.assert_allclose(some_out, out[..., rows, :], **EXACT)
+    np.testing.assert_allclose(some_lse, lse[..., rows], **EXACT)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (9, 3), (12, 1)])
+def test_gqa_equals_repeated_heads(heads: tuple[int, int]) -> None:
+    # native-sparse-attention-triton#27; the lengths of flash-attention#1537
+    H, H_k = heads
+    q, k, v = random_qkv(2, (2, H, 5, 4), (2, H_k, 3, 4))
+    repeated = (np.repeat(x, H // H_k, axis=1) for x in (k, v))
+    for got, want in zip(
+        attention_reference(q, k, v, causal=True),
+        attention_reference(q, *repeated, causal=True),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 0, 5), (2, 2, 5, 0), (0, 2, 3, 3), (2, 0, 3, 3), (1, 1, 0, 0)]
+)
+def test_zero_sizes(shape: tuple[int, int, int, int], causal: bool) -> None:
+    # flash-attention#2470, #2503, #1155, cudnn-frontend#943: no keys means 0 and -inf
+    B, H, N_q, N_k = shape
+    q, k, v = random_qkv(3, (B, H, N_q, 4), (B, H, N_k, 4), np.float16)
+    for attention in (attention_reference, attention_same_precision):
+        out, lse = attention(q, k, v, causal=causal)
+        assert out.shape == q.shape and lse.shape == (B, H, N_q)
+        if N_k == 0:
+            assert (out == 0).all() and (lse == -np.inf).all()
+    assert_attention(out, lse, q, k, v, name="empty", causal=causal)
+
+
+def test_zero_columns() -> None:
+    out, lse = attention_reference(np.zeros((2, 0)), np.zeros((3, 0)), np.zeros((3, 0)))
+    assert out.shape == (2, 0)
+    np.testing.assert_allclose(lse, math.log(3), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ({"q": (4,)}, "q, k, v"),
+        ({"v": (1, 2, 5, 4)}, "q, k, v"),
+        ({"q": (1, 3, 5, 8)}, "q, k"),
+        ({"q": (1, 5, 5, 8)}, "multiple of H_k"),
+        ({"window": (-2, 0)}, "window"),
+        ({"mask": np.ones((5, 4), bool)}, "broadcast"),  # pytorch#139462: mask of another N_k
+    ],
+)
+def test_errors_name_the_argument(problem: dict[str, Any], message: str) -> None:
+    shapes = {name: problem.pop(name, (1, 2, 5, 8)) for name in "qkv"}
+    with pytest.raises(ValueError, match=message):
+        attention_reference(*(np.zeros(s) for s in shapes.values()), **problem)
+
+
+def test_a_float_mask_is_refused() -> None:
+    x = np.zeros((3, 2))
+    with pytest.raises(TypeError, match="mask: got float64"):
+        attention_reference(x, x, x, mask=np.zeros((3, 3)))
+
+
+# Masks -------------------------------------------------------------------------------------------
+
+
+@few
+@given(st.integers(0, 7), st.integers(0, 7), st.integers(-1, 8), st.integers(-1, 8))
+@example(2, 5, -1, 0)  # flash-attention#282: bottom-right, not top-left
+@example(6, 3, 2, 4)  # flash-attention#2199: rows that see nothing, not causal
+def test_masks_by_definition(n_q: int, n_k: int, left: int, right: int) -> None:
+    rng = np.random.default_rng(n_q)
+    ids = np.sort(rng.integers(0, 3, (2, n_k)))
+    masks = {
+        "causal": causal_mask(n_q, n_k),
+        "window": window_mask(n_q, n_k, left, right),
+        "prefix": reference.prefix_lm_mask(n_q, n_k, 2),
+        "alibi": reference.alibi_bias([[0.5], [0.25]], n_q, n_k),
+        "documents": reference.document_mask(ids, n_q, n_k),
+        "one": reference.document_mask(ids[0], n_q, n_k),
+    }
+    assert masks["documents"].shape == (2, 1, n_q, n_k) and masks["one"].shape == (1, 1, n_q, n_k)
+    assert masks["alibi"].shape == (2, 1, n_q, n_k)
+    for row, j in np.ndindex(n_q, n_k):
+        i = row + n_k - n_q
+        assert masks["causal"][row, j] == (j <= i)
+        assert masks["prefix"][row, j] == (j <= i or j < 2)
+        inside = (left == -1 or i - left <= j) and (right == -1 or j <= i + right)
+        assert masks["window"][row, j] == inside
+        for b in range(2):
+            assert masks["documents"][b, 0, row, j] == (i >= 0 and ids[b, i] == ids[b, j])
+            assert masks["alibi"][b, 0, row, j] == -[0.5, 0.25][b] * abs(i - j)
+    np.testing.assert_array_equal(masks["one"][0], masks["documents"][0])
+
+
+@few
+@given(problems())
+def test_causal_is_a_window_is_a_mask(problem: Any) -> None:
+    # flash-attention#1133: a window wider than the keys is no window
+    (q, k, v), options = problem
+    for name in ("causal", "window", "mask", "bias"):
+        options.pop(name)
+    n_q, n_k = q.shape[2], k.shape[2]
+    visible = causal_mask(n_q, n_k)
+    causal = attention_reference(q, k, v, causal=True, **options)
+    everything = attention_reference(q, k, v, **options)
+    for expected, same in (
+        (causal, {"window": (-1, 0)}),
+        (causal, {"window": (n_q + n_k, 0)}),
+        (causal, {"mask": visible}),
+        (causal, {"bias": np.where(visible, 0, -np.inf)}),
+        (everything, {"window": (n_q + n_k, n_q + n_k)}),
+        (everything, {"window": (-1, -1)}),
+    ):
+        assert_equal(attention_reference(q, k, v, **same, **options), expected)
+
+
+# Symmetries --------------------------------------------------------------------------------------
+
+
+@few
+@given(problems(empty=False), st.integers(0, 6), st.integers(0, 6))
+@example((random_qkv(0, (1, 1, 2, 2), (1, 1, 3, 2)), {}), 0, 3)
+def test_permuting_and_splitting_keys(problem: Any, first: int, second: int) -> None:
+    (q, k, v), options = problem
+    # a window or ALiBi counts places: as a mask and a bias they move with their keys
+    B, H, n_q, _ = q.shape
+    n_k = k.shape[2]
+    mask, bias = np.ones((B, H, n_q, n_k), bool), np.zeros((B, H, n_q, n_k))
+    mask &= True if options.get("mask") is None else options["mask"]
+    bias += 0 if options.get("bias") is None else options["bias"]
+    if options.pop("causal", False):
+        mask &= causal_mask(n_q, n_k)
+    if (window := options.pop("window", None)) is not None:
+        mask &= window_mask(n_q, n_k, *window)
+    if (slopes := options.pop("alibi_slopes", None)) is not None:
+        bias += reference.alibi_bias(slopes, n_q, n_k)
+    whole = attention_reference(*problem[0], **options | {"mask": mask, "bias": bias})
+
+    def over(keys: Any) -> tuple[np.ndarray, np.ndarray]:
+        part = options | {"mask": mask[..., keys], "bias": bias[..., keys]}
+        return attention_reference(q, k[:, :, keys], v[:, :, keys], **part)
+
+    assert_allclose(over(np.random.default_rng(first).permutation(n_k)), whole)
+    a, b = sorted((first, second))  # any of the three parts may be empty
+    parts = [over(slice(None, a)), over(slice(a, b)), over(slice(b, None))]
+    assert_allclose(merge(*merge(*parts[0], *parts[1]), *parts[2]), whole)
+    assert_allclose(merge(*parts[0], *merge(*parts[1], *parts[2])), whole)
+
+
+def test_merge_identity_is_exact() -> None:
+    # flashinfer#4051: merging two empty states gave NaN
+    part = attention_reference(*random_qkv(4, (2, 5, 3), (2, 4, 3)))
+    nothing = np.zeros((2, 5, 3)), np.full((2, 5), -np.inf)
+    assert_equal(merge(*part, *nothing), part)
+    assert_equal(merge(*nothing, *part), part)
+    assert_equal(merge(*nothing, *nothing), nothing)
+
+
+@few
+@given(problems(), st.floats(-300, 300))
+def test_a_constant_on_all_scores_moves_only_lse(problem: Any, shift: float) -> None:
+    # cudnn-frontend#1072: scores around -128
+    qkv, options = problem
+    out, lse = attention_reference(*qkv, **options)
+    options["bias"] = shift + (0.0 if options["bias"] is None else options["bias"])
+    moved_out, moved_lse = attention_reference(*qkv, **options)
+    assert_allclose((moved_out, moved_lse), (out, lse + shift))
+
+
+@few
+@given(problems())
+def test_out_is_linear_in_v_and_probabilities_sum_to_one(problem: Any) -> None:
+    (q, k, v), options = problem
+    out, lse = attention_reference(q, k, v, **options)
+    assert_equal(attention_reference(q, k, -4 * v, **options), (-4 * out, lse))
+    ones, _ = attention_reference(q, k, np.ones_like(v), **options)
+    np.testing.assert_allclose(ones, np.broadcast_to(np.isfinite(lse)[..., None], ones.shape))
+
+
+def test_batches_and_every_column_count() -> None:
+    # pytorch#163997: batch 1 and batch 2 differed; triton#621: columns past 64 were ignored
+    q, k, v = random_qkv(5, (2, 2, 4, 80), (2, 2, 6, 80))
+    mask = np.random.default_rng(5).random((2, 1, 4, 6)) < 0.5
+    mask[1, :, 2] = False
+    out, lse = attention_reference(q, k, v, mask=mask)
+    for b in range(2):
+        one = attention_reference(q[b], k[b], v[b], mask=mask[b])
+        assert_equal(one, (out[b], lse[b]))
+    for c in range(80):
+        changed = q.copy()
+        changed[..., c] = 0
+        assert (attention_reference(changed, k, v, mask=mask)[1] != lse)[0].any()
+
+
+# Public bug reports ------------------------------------------------------------------------------
+
+
+def test_padding_row_changes_no_other_row() -> None:
+    # pytorch#103749: a mask row of False turned the output into NaN
+    q, k, v = random_qkv(6, (2, 6, 8), (2, 10, 8))
+    mask = np.ones((6, 10), bool)
+    mask[5] = False
+    out, lse = attention_reference(q, k, v, mask=mask)
+    assert (out[:, 5] == 0).all() and (lse[:, 5] == -np.inf).all()
+    # whole problems of 5 and 6 rows may take different matrix kernels: round-off
+    assert_allclose((out[:, :5], lse[:, :5]), attention_reference(q[:, :5], k, v))
+
+
+def test_bias_of_lowest_float32_is_finite() -> None:
+    # pytorch#110213 and #109517: such rows were NaN. The score is absorbed, the weights are equal
+    lowest = float(np.finfo(np.float32).min)
+    q, k, v = random_qkv(7, (3, 4), (3, 4), np.float32)
+    bias = np.array([[lowest] * 3, [1.0] * 3, [1.0] * 3])
+    for attention in (attention_reference, attention_same_precision):
+        out, lse = attention(q, k, v, bias=bias)
+        np.testing.assert_allclose(out[0], v.mean(axis=0), rtol=1e-6)
+        assert np.isfinite(lse).all()
+    q, k, v = random_qkv(7, (441, 64), (441, 64), np.float32)
+    bias = np.zeros((441, 441))
+    bias[:, :128] = bias[3:5] = lowest
+    rows = [0, 3, 440]
+    out, lse = attention_reference(q, k, v, bias=bias, rows=rows)
+    assert_allclose((out[[0, 2]], lse[[0, 2]]), attention_reference(q[[0, 440]], k[128:], v[128:]))
+    np.testing.assert_allclose(out[1], v.mean(axis=0, dtype=np.float64), **EXACT)
+
+
+def test_band_of_late_keys() -> None:
+    # pytorch#127055: the running maximum stays -inf for many tiles
+    ones = np.ones((600, 4))
+    out, lse = attention_reference(ones, ones, ones, window=(9, 0))
+    np.testing.assert_allclose(out, 1, **EXACT)
+    np.testing.assert_allclose(lse, 2 + np.log(np.minimum(np.arange(600) + 1, 10)), **EXACT)
+
+
+def test_more_than_32768_keys() -> None:
+    # xformers#719: an int16 counter; flashinfer#4485: the base is e
+    zeros = np.zeros((33728, 8), np.float32)
+    out, lse = attention_reference(zeros, zeros, zeros, rows=[0, 33727])
+    assert (out == 0).all()
+    np.testing.assert_allclose(lse, math.log(33728), **EXACT)
+
+
+def test_one_key_and_huge_scores() -> None:
+    # flash-attention#334 (one key), #1052 (large scores)
+    q, k, v = random_qkv(8, (1, 16), (1, 16), np.float16)
+    out, lse = attention_same_precision(3 * q, 3 * k, v)
+    np.testing.assert_array_equal(out, v)
+    huge = np.array([[1e18, -1e18], [1e18, 1e18]])
+    out, lse = attention_reference(huge, huge, np.eye(2), scale=1.0)
+    np.testing.assert_array_equal(out, np.eye(2))
+    np.testing.assert_array_equal(lse, [2e36, 2e36])
+
+
+# Rounding and the tolerance ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_precision_rounds_once(dtype: Any) -> None:
+    q, k, v = random_qkv(9, (2, 5, 8), (2, 7, 8), dtype)
+    out, lse = attention_same_precision(q, k, v, causal=True, softcap=3.0, alibi_slopes=[0.1, 0.2])
+    acc = np.float64 if dtype == np.float64 else np.float32
+    assert out.dtype == dtype and lse.dtype == acc
+    wide = (x.astype(acc) for x in (q, k, v))
+    out_acc, lse_acc = attention_same_precision(
+        *wide, causal=True, softcap=3.0, alibi_slopes=[0.1, 0.2]
+    )
+    assert_equal((out, lse), (out_acc.astype(dtype), lse_acc))
+    upcast = (x.astype(np.float64) for x in (q, k, v))
+    assert_equal(attention_reference(q, k, v), attention_reference(*upcast))
+
+
+def online(
+    q: Any, k: Any, v: Any, B_c: int, scale: float, causal: bool, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A tiled kernel at its worst: log2(e) folded into Q, dots column by column, exp2 off by 2 ulp.
+
+    One head. The errors of exp2 are random up to 2 ulp; all else is rounded in the accumulation
+    dtype, sums run from the first term to the last.
+    """
+    rng = np.random.default_rng(seed)
+    t = np.float64 if q.dtype == np.float64 else np.float32
+    Q, K, V = (x.astype(t) for x in (q, k, v))
+
+    def exp2(x: np.ndarray) -> np.ndarray:
+        ulps = 2 * float(np.finfo(t).eps) * rng.uniform(-1, 1, x.shape)
+        return (np.exp2(x.astype(np.float64)) * (1 + np.where(x == 0, 0, ulps))).astype(t)
+
+    m, l, acc = np.full(len(Q), -np.inf, t), np.zeros(len(Q), t), np.zeros(Q.shape, t)
+    for first in range(0, len(K), B_c):
+        S = np.zeros((len(Q), len(K[first : first + B_c])), t)
+        for c in range(Q.shape[1]):
+            S += (Q[:, c, None] * t(scale * math.log2(math.e))) * K[None, first : first + B_c, c]
+        if causal:
+            S = np.where(causal_mask(len(Q), len(K))[:, first : first + B_c], S, -np.inf)
+        old, m = m, np.maximum(m, S.max(axis=1))
+        shift = np.where(m == -np.inf, 0, m).astype(t)
+        P, alpha = exp2(S - shift[:, None]), exp2(old - shift)
+        l, acc = l * alpha, acc * alpha[:, None]
+        for j in range(P.shape[1]):
+            l, acc = l + P[:, j], acc + P[:, j, None] * V[first + j]
+    with np.errstate(divide="ignore"):
+        lse = m * t(math.log(2)) + np.log(l)
+    return (acc / np.where(l == 0, 1, l).astype(t)[:, None]).astype(q.dtype), lse
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.tuples(*[st.integers(1, 20)] * 3),
+    st.integers(1, 20),
+    st.sampled_from([1e-3, 1.0, 8.0]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_tolerance_accepts_a_sloppy_kernel(
+    dtype: Any, shape: Any, B_c: int, size: float, whole: bool, causal: bool, seed: int
+) -> None:
+    n_q, n_k, d = shape
+    q, k, v = (size * x for x in random_qkv(seed, (n_q, d), (n_k, d)))
+    if whole:  # small integers: the NumPy run is exact by luck
+        q, k, v = (np.rint(x) for x in (q, k, v))
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    scale = d**-0.5
+    out, lse = online(q, k, v, B_c, scale, causal, seed)
+    assert_attention(out, lse, q, k, v, name="sloppy", scale=scale, causal=causal)
+
+
+def rejected(out: Any, lse: Any, *qkv: Any, **options: Any) -> bool:
+    try:
+        assert_attention(out, lse, *qkv, name="wrong", **options)
+    except AssertionError:
+        return True
+    return False
+
+
+# A change of 1 % in the scale moves out by less than bfloat16 can show: there the lse must tell.
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(16, 48), d=st.sampled_from([8, 32, 64]))
+def test_tolerance_rejects(dtype: Any, seed: int, n: int, d: int) -> None:
+    qkv = random_qkv(seed, (2, n, d), (2, n, d), dtype)
+    run = attention_same_precision
+    out, lse = run(*qkv)
+    assert not rejected(out, lse, *qkv)
+    wrong_out, wrong_lse = run(*qkv, scale=1.01 * d**-0.5)
+    assert rejected(out, wrong_lse, *qkv)
+    assert rejected(wrong_out, None, *qkv) or dtype == bf16
+    for key in range(0, n, 5):
+        wrong_out, wrong_lse = run(*qkv, mask=np.arange(n) != key)
+        assert rejected(out, wrong_lse, *qkv)
+        assert rejected(wrong_out, None, *qkv)
+    for off in (-1, 1):
+        wrong_out, wrong_lse = run(*qkv, mask=np.tri(n, n, off, dtype=bool))
+        assert rejected(wrong_out, None, *qkv, causal=True)
+        assert rejected(out, wrong_lse, *qkv, causal=True)
+
+
+def test_assert_close_says_what_differs() -> None:
+    q, k, v = random_qkv(10, (3, 4), (5, 4), np.float32)
+    mask = np.ones((3, 5), bool)
+    mask[1] = False
+    v[4, 0] = np.nan
+    mask[2, 4] = False
+    ref, lse_ref = attention_reference(q, k, v, mask=mask)
+    same, lse = attention_same_precision(q, k, v, mask=mask)
+    assert np.isnan(ref).sum() == 1 and np.isneginf(lse_ref).sum() == 1
+    error, allowed = assert_close_to_reference(same, ref, same, name="out")
+    assert 0 < 2 * error < allowed < 1e-5
+    assert_close_to_reference(lse, lse_ref, lse, name="lse")
+    with pytest.raises(AssertionError, match=r"out: got float64 .*is float32"):
+        assert_close_to_reference(ref, ref, same, name="out")
+    with pytest.raises(AssertionError, match=r"out: got float32 \(2, 4\)"):
+        assert_close_to_reference(same[:2], ref, same, name="out")
+    for wrong in (np.nan, np.inf, -np.inf, 0.0):
+        for at in ((0, 0), (2, 1)):
+            out = same.copy()
+            out[at] = wrong
+            if np.isfinite(wrong) and np.isfinite(ref[at]):
+                message = r"max\|out - ref64\| = .*e-.* > .*e-.* allowed, at \(2, 1\)"
+            elif np.isnan(wrong) and np.isnan(ref[at]):
+                continue
+            else:
+                message = r"1 of 12 entries are NaN or inf"
+            with pytest.raises(AssertionError, match=message):
+                assert_close_to_reference(out, ref, same, name="out")
+    lse[1] = np.inf  # the other projects' sign of a fully masked row
+    with pytest.raises(AssertionError, match=r"first at \(1,\): got inf, the reference is -inf"):
+        assert_close_to_reference(lse, lse_ref, lse, name="lse")
+
+
+# Real activations --------------------------------------------------------------------------------
+
+
+# Largest difference to the stored output over all rows and over rows of real tokens: see
+# fa2_numba/data/minilm_qkv.md. It is the float16 rounding of the stored q, k, v.
+@pytest.mark.parametrize(
+    ("layer", "everywhere", "real"), [(0, 5.39e-3, 2.90e-3), (5, 1.16e-3, 1.16e-3)]
+)
+def test_minilm(layer: int, everywhere: float, real: float) -> None:
+    with (resources.files("fa2_numba") / "data" / "minilm_qkv.npz").open("rb") as file:
+        data = np.load(file)
+        q, k, v, out = (data[f"layer{layer}_{name}"] for name in ("q", "k", "v", "out"))
+        mask = data["mask"]
+    got, lse = attention_reference(q, k, v, mask=mask[:, None, None, :])
+    error = abs(got - out).max(axis=(1, 3))
+    assert error.max() == pytest.approx(everywhere, abs=5e-6)
+    assert error[mask].max() == pytest.approx(real, abs=5e-6)
+    poisoned = [np.where(mask[:, None, :, None], x, np.nan).astype(x.dtype) for x in (k, v)]
+    assert_allclose(
+        attention_reference(q, *poisoned, mask=mask[:, None, None, :], rows=[0, 200]),
+        (got[:, :, [0, 200]], lse[:, :, [0, 200]]),
+    )
+    unmasked, _ = attention_reference(q[1], k[1], v[1])
+    assert abs(unmasked - out[1]).max() > 1
+
+
+# FlashAttention-2, step by step ------------------------------------------------------------------
+
+
+def test_worked_example() -> None:
+    steps = list(flash_attention_2_trace(**WORKED_EXAMPLE))
+    assert [(s.i, s.j) for s in steps if isinstance(s, InnerStep)] == [
+        (i, j) for i in (1, 2, 3) for j in (1, 2, 3)
+    ]
+    first = [s for s in steps[:3] if isinstance(s, InnerStep)]
+    S_11, S_12, S_13 = (s.S_ij.tolist() for s in first)
+    assert S_11 == [[4, -3], [-12, 15]]
+    assert S_12 == [[7, -4], [-3, 12]]
+    assert S_13 == [[10, 8], [-10, -24]]
+    assert [s.m_i.tolist() for s in first] == [[4, 15], [7, 15], [10, 15]]
+    np.testing.assert_allclose(first[-1].l_i, [1.1876, 1.0498], atol=5e-5)
+    tiles = [s for s in steps if isinstance(s, RowTile)]
+    np.testing.assert_allclose(tiles[0].O_i, [[3.177, 0.270], [1.190, 1.763]], atol=5e-4)
+    q, k, v = (WORKED_EXAMPLE[name] for name in "qkv")
+    out, lse = attention_reference(q, k, v, scale=1.0)
+    assert abs(np.concatenate([t.O_i for t in tiles]) - out).max() <= 2 * np.finfo(np.float64).eps
+    np.testing.assert_array_max_ulp(np.concatenate([t.L_i for t in tiles]), lse, maxulp=1)
+
+
+@few
+@given(problems(), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_trace_equals_the_formula(problem: Any, B_r: int, B_c: int, causal: bool) -> None:
+    (q, k, v), _ = problem
+    assume(q.shape[2])
+    q, k, v = q[0, 0], k[0, 0], v[0, 0]
+    steps = list(flash_attention_2_trace(q, k, v, B_r, B_c, 0.5, causal))
+    tiles = [s for s in steps if isinstance(s, RowTile)]
+    got = np.concatenate([t.O_i for t in tiles]), np.concatenate([t.L_i for t in tiles])
+    assert_allclose(got, attention_reference(q, k, v, scale=0.5, causal=causal))
+    for s in steps:
+        if causal and isinstance(s, InnerStep):  # no tile is visited in vain
+            assert np.isfinite(s.S_ij).any()
