@@ -243,7 +243,7 @@ class _Shape:
             raise ValueError(
                 f"k: got {self.H_k} heads for q's {self.H}, accepted: a divisor of {self.H}"
             )
-        self.tiling = _tiling(tiling, self.d, dtype, device)
+        self.tiling = _tiling(tiling, self.d, dtype, self.method, device)
         self.layouts: dict[str, Layout] = {}
         self.mask, self.score = masking.none(), masking.unchanged()
 
@@ -358,7 +358,7 @@ class _Call(_Shape):
         out: Any,
     ):
         self.views = {n: arrays.operand(n, a) for n, a in (("q", q), ("k", k), ("v", v))}
-        Q, K, V = self.views.values()
+        Q, K = self.views["q"], self.views["k"]
         self._check_arrays()
         super().__init__(
             Q.layout.shape,
@@ -502,15 +502,15 @@ def _to_device(values: np.ndarray, operands: Operands) -> Any:
     return cuda.to_device(values, stream=operands.stream)
 
 
-def _tiling(tiling: Tiling | None, d: int, dtype: str, device: int | None) -> Tiling:
+def _tiling(tiling: Tiling | None, d: int, dtype: str, method: str, device: int | None) -> Tiling:
     if tiling is not None and not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: got {type(tiling).__qualname__}, accepted: Tiling")
     if tiling is None and simulator.ACTIVE:
         return SIMULATED_TILING
     limit = shared_limit(device)
     if tiling is None:
-        return choose(d, dtype, limit)
-    tiling.check(d, dtype, limit)
+        return choose(d, dtype, method, limit)
+    tiling.check(d, dtype, method, limit)
     return tiling
 
 

@@ -156,6 +156,8 @@ def _interface(array: Any, family: str) -> Operand:
     pointer = about["data"][0] or 0
     shape = tuple(about["shape"])
     strides = about.get("strides") or Layout.contiguous(shape, dtype.itemsize).strides
+    if family == "numba":
+        strides = array.strides  # its interface calls a broadcast (stride 0) array contiguous
     device = cuda.get_current_device().id
     if pointer:
         attribute = driver.binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL

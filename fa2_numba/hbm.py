@@ -63,8 +63,8 @@ class Counted:
 
     Notes
     -----
-    `counts` reads the tally: int64 of shape ``(phases, 2, 3)``, indexed by phase, ``LOAD``/``STORE``
-    and ``ELEMENTS``/``REQUESTS``/``SECTORS``.
+    `counts` reads the tally: int64 of shape ``(phases, 2, 3)``, indexed by phase,
+    ``LOAD``/``STORE`` and ``ELEMENTS``/``REQUESTS``/``SECTORS``.
     """
 
     def __init__(self, data: Any, phases: int = 1):
@@ -78,8 +78,12 @@ class Counted:
             self.shape, self.strides, self.dtype = data.shape, data.strides, data.dtype
         else:
             from numba import cuda
+            from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-            self.data = cuda.as_cuda_array(data, sync=False)
+            # Not through __cuda_array_interface__: Numba's says that a broadcast (stride 0) array
+            # is contiguous.
+            numbas = isinstance(data, DeviceNDArray)
+            self.data = data if numbas else cuda.as_cuda_array(data, sync=False)
             self.tally = cuda.to_device(np.zeros((phases, 2, 3), np.int64))
 
     def counts(self) -> np.ndarray:
@@ -142,35 +146,20 @@ if simulator.ACTIVE:
         """`A`, its accesses from here on tallied in row `row`; a plain array is itself."""
         return A._with_row(row) if isinstance(A, Counted) else A
 
-    def vector_load(width: int) -> Any:
-        """A device function ``load(A, index, out, at)``: ``out[at + c] = A[index + c]``, c < `width`.
-
-        The `width` elements are neighbours in the last axis and move in one aligned load of
-        ``width * itemsize`` bytes (at most 16).
-        """
-
-        def load(A, index, out, at):
+    def _vector_access(width: int, op: int) -> Any:
+        def access(A, index, values, at):
             data = A
             if isinstance(A, Counted):
-                A._touch(index, LOAD, width, 3)
+                A._touch(index, op, width, 3)
                 data = A.data
             for c in range(width):
-                out[at + c] = data[(*index[:-1], index[-1] + c)]
+                place = (*index[:-1], index[-1] + c)
+                if op == LOAD:
+                    values[at + c] = data[place]
+                else:
+                    data[place] = values[at + c]
 
-        return load
-
-    def vector_store(width: int) -> Any:
-        """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
-
-        def store(A, index, values, at):
-            data = A
-            if isinstance(A, Counted):
-                A._touch(index, STORE, width, 3)
-                data = A.data
-            for c in range(width):
-                data[(*index[:-1], index[-1] + c)] = values[at + c]
-
-        return store
+        return access
 
 else:
     from llvmlite import ir
@@ -299,8 +288,8 @@ else:
             return lambda A, row: _with_row(A, row)
         return lambda A, row: A
 
-    def _vector_access(width, op):
-        """The two overloads of a vector access: of a plain array and of a counted one."""
+    def _vector_access(width: int, op: int) -> Any:
+        """Two overloads of one name: the access of a plain array and of a counted one."""
 
         @intrinsic
         def move(typingctx, A, index, values, at):
@@ -348,14 +337,17 @@ else:
 
         return access
 
-    def vector_load(width: int) -> Any:
-        """A device function ``load(A, index, out, at)``: ``out[at + c] = A[index + c]``, c < `width`.
 
-        The `width` elements are neighbours in the last axis and move in one aligned load of
-        ``width * itemsize`` bytes (at most 16).
-        """
-        return _vector_access(width, LOAD)
+def vector_load(width: int) -> Any:
+    """A device function ``load(A, index, out, at)``: ``out[at + c] = A[index + c]``, c < `width`.
 
-    def vector_store(width: int) -> Any:
-        """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
-        return _vector_access(width, STORE)
+    The elements are neighbours in A's last axis and move in one aligned load of
+    ``width * itemsize`` bytes (at most 16); that A allows it is the caller's promise
+    (`problem.Layout.vectorises`). `out` is a local array.
+    """
+    return _vector_access(width, LOAD)
+
+
+def vector_store(width: int) -> Any:
+    """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
+    return _vector_access(width, STORE)

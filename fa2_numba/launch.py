@@ -163,20 +163,19 @@ def launch(
     if simulator.ACTIVE:
         kernel[blocks, threads, stream, shared_bytes](*args)
         return
-    from numba.cuda.cudadrv.driver import binding, driver
+    from numba.cuda.cudadrv.driver import _to_core_stream, binding, driver
 
     types = tuple(kernel.typeof_pyval(arg) for arg in args)
     compiled = kernel.overloads.get(types) or kernel.compile(types)
-    function = compiled._codelibrary.get_cufunc()
     if shared_bytes > STATIC_SHARED_LIMIT:
+        function = compiled._codelibrary.get_cufunc()
         driver.cuKernelSetAttribute(
             binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             shared_bytes,
             function.handle,
             function.device.id,
         )
-    configured = kernel[blocks, threads, stream, shared_bytes]
-    compiled.launch(args, configured.griddim, configured.blockdim, configured.stream, shared_bytes)
+    compiled.launch(args, (blocks, 1, 1), (threads, 1, 1), _to_core_stream(stream), shared_bytes)
 
 
 def _broadcast(array: Any, shape: tuple[int, ...]) -> Any:

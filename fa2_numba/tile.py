@@ -18,7 +18,7 @@ from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.tiling import Tiling, ceil_div
 
 u32 = np.uint32
-LOADS_IN_FLIGHT = 32  # elements a thread requests before it waits for the first
+BYTES_IN_FLIGHT = 128  # per thread: 8 loads of 16 bytes, 32 registers
 
 
 def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> Any:
@@ -27,36 +27,44 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
     ``load(T, A, b, h, row_0, N, col_0, M, factor, tid)``:
     ``T[r, k] = factor * A[b, h, row_0 + r, col_0 + k]`` for r < `rows`, k < `columns`. A has N rows
     and M columns; what lies outside becomes 0. Neighbouring lanes take neighbouring pieces of
-    `width` elements, so a warp reads whole lines. A thread asks for several pieces before it
-    stores the first.
+    `width` elements, so a warp reads whole lines. A thread asks for `BYTES_IN_FLIGHT`
+    before it stores the first element.
     """
     pieces = columns // width
     total = rows * pieces
     steps = ceil_div(total, threads)
-    batch = min(steps, max(1, LOADS_IN_FLIGHT // width))
+    batch = min(steps, max(1, BYTES_IN_FLIGHT // (width * fmt.itemsize)))
     batches = ceil_div(steps, batch)
     held = batch * width
-    storage, to_acc, acc = fmt.storage, fmt.to_acc, fmt.acc
-    zero = acc(0)
+    whole_rows = threads % pieces == 0  # then a thread stays in its columns and steps down rows
+    rows_a_step = threads // pieces
+    storage, to_acc = fmt.storage, fmt.to_acc
+    nothing = storage(0)
     load = vector_load(width)
+
+    @device
+    def place(tid, step):
+        if whole_rows:
+            r = tid // u32(pieces) + u32(step * rows_a_step)
+            return r, tid % u32(pieces) * u32(width), r < u32(rows)
+        e = tid + u32(step * threads)
+        return e // u32(pieces), e % u32(pieces) * u32(width), e < u32(total)
 
     @device
     def load_tile(T, A, b, h, row_0, N, col_0, M, factor, tid):
         x = cuda.local.array(held, storage)
         for s in range(batches):
             for t in range(batch):
-                e = tid + u32((s * batch + t) * threads)
-                r, k = e // u32(pieces), e % u32(pieces) * u32(width)
-                if e < u32(total) and row_0 + r < N and col_0 + k < M:
+                r, k, mine = place(tid, s * batch + t)
+                for c in range(width):
+                    x[t * width + c] = nothing
+                if mine and row_0 + r < N and col_0 + k < M:
                     load(A, (b, h, row_0 + r, col_0 + k), x, t * width)
             for t in range(batch):
-                e = tid + u32((s * batch + t) * threads)
-                r, k = e // u32(pieces), e % u32(pieces) * u32(width)
-                if e < u32(total):
-                    inside = row_0 + r < N and col_0 + k < M
+                r, k, mine = place(tid, s * batch + t)
+                if mine:
                     for c in range(width):
-                        value = to_acc(x[t * width + c]) * factor if inside else zero
-                        T[r, k + u32(c)] = value
+                        T[r, k + u32(c)] = to_acc(x[t * width + c]) * factor
 
     return load_tile
 
@@ -80,9 +88,13 @@ def clear_columns(rows: int, first: int, last: int, threads: int, fmt: Format) -
     return clear
 
 
-def _step(length: int) -> int:
-    """How many terms of a dot product are loaded at once."""
-    return next(step for step in (4, 2, 1) if length % step == 0)
+def _step(length: int, products: int) -> int:
+    """How many terms of `products` dot products are loaded and multiplied at once.
+
+    At most 4 (one LDS.128), and no more multiply-adds than libNVVM unrolls: a loop that stays a
+    loop would index the fragments at run time, and they would leave the registers.
+    """
+    return next(s for s in (4, 2, 1) if length % s == 0 and (s * products <= 256 or s == 1))
 
 
 def product_nt(tiling: Tiling, length: int, fmt: Format) -> Any:
@@ -92,7 +104,7 @@ def product_nt(tiling: Tiling, length: int, fmt: Format) -> Any:
     rows of A and R_c rows of B (LDS.128 each) for 4 * R_r * R_c multiply-adds.
     """
     n_r, n_c, R_r, R_c = tiling.n_r, tiling.n_c, tiling.R_r, tiling.R_c
-    step, acc = _step(length), fmt.acc
+    step, acc = _step(length, R_r * R_c), fmt.acc
 
     @device
     def product(S, A, B, ty, tx):
@@ -121,14 +133,14 @@ def product_nn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
     """
     n_r, n_c, R_r = tiling.n_r, tiling.n_c, tiling.R_r
     C, G = tiling.columns_of_O(d, fmt.name)
-    step, acc_type = _step(tiling.B_c), fmt.acc
-    length, R_d = tiling.B_c, C * G
+    step, acc_type = _step(tiling.B_c, R_r * C * G), fmt.acc
+    length = tiling.B_c
     zero = acc_type(0)
 
     @device
     def product(acc, P, V, ty, tx):
         p = cuda.local.array((R_r, step), acc_type)
-        v = cuda.local.array(R_d, acc_type)
+        v = cuda.local.array(C, acc_type)
         for k0 in range(0, length, step):
             for r in range(R_r):
                 for k in range(step):
@@ -136,11 +148,11 @@ def product_nn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
             for k in range(step):
                 for g in range(G):
                     for c in range(C):
-                        v[g * C + c] = V[u32(k0 + k), u32(C) * (tx + u32(g * n_c)) + u32(c)]
-                for r in range(R_r):
-                    for c in range(R_d):
-                        if not masked or p[r, k] != zero:
-                            acc[r, c] += p[r, k] * v[c]
+                        v[c] = V[u32(k0 + k), u32(C) * (tx + u32(g * n_c)) + u32(c)]
+                    for r in range(R_r):
+                        for c in range(C):
+                            if not masked or p[r, k] != zero:
+                                acc[r, g * C + c] += p[r, k] * v[c]
 
     return product
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 MAX_HEAD_DIM = 256
 REGISTERS_PER_THREAD = 255
+REGISTERS_PER_SM = 65536
 BANK_BYTES = 128  # one line of the 32 four-byte banks of shared memory
 VECTOR_BYTES = 16  # the widest load or store of one thread
 
@@ -114,7 +115,7 @@ class Tiling:
         return C, ceil_div(d, C * self.n_c)
 
     def shared_layout(
-        self, d: int, dtype: str, names: str = "QKVP"
+        self, d: int, dtype: str, names: str = "QKVP", P_replaces_K: bool = False
     ) -> tuple[dict[str, tuple[int, int, int]], int]:
         """Place the named tiles in shared memory.
 
@@ -125,6 +126,8 @@ class Tiling:
           16-byte units;
         * P_ij is written by n_c lanes a row: the next row starts n_c banks further;
         * V_j is read along rows: no padding.
+
+        With `P_replaces_K`, P_ij takes the place of K_j, which no thread reads after S_ij.
 
         Returns
         -------
@@ -147,11 +150,15 @@ class Tiling:
             "V": (self.B_c, C * G * self.n_c),
             "P": (self.B_r, ld_p),
         }
+        sizes = {n: ceil_div(r * c * e, BANK_BYTES) * BANK_BYTES for n, (r, c) in shapes.items()}
+        if P_replaces_K:
+            sizes["K"], sizes["P"] = max(sizes["K"], sizes["P"]), 0
         tiles, total = {}, 0
         for name in names:
-            rows, columns = shapes[name]
-            tiles[name] = (rows, columns, total)
-            total += ceil_div(rows * columns * e, BANK_BYTES) * BANK_BYTES
+            tiles[name] = (*shapes[name], total)
+            total += sizes[name]
+        if P_replaces_K:
+            tiles["P"] = (*shapes["P"], tiles["K"][2])
         return tiles, total
 
     def registers(self, d: int, dtype: str) -> int:
@@ -159,25 +166,34 @@ class Tiling:
         C, G = self.columns_of_O(d, dtype)
         tiles = self.R_r * (self.R_c + C * G)
         fragments = 4 * (self.R_r + max(self.R_c, C))
-        return 40 + (tiles + fragments) * acc_bytes(dtype) // 4
+        words = acc_bytes(dtype) // 4
+        return 40 + 24 * (words - 1) + (tiles + fragments) * words
 
-    def check(self, d: int, dtype: str, shared_limit: int) -> None:
+    def shared_bytes(self, d: int, dtype: str, method: str) -> int:
+        """Dynamic shared memory of the largest block that `method` launches."""
+        if method == "standard":
+            return max(self.shared_layout(d, dtype, names)[1] for names in ("QK", "VP"))
+        return self.shared_layout(d, dtype, P_replaces_K=method == "fa2")[1]
+
+    def check(self, d: int, dtype: str, method: str, shared_limit: int) -> None:
         """Raise `ValueError`, with the numbers, unless a block fits `shared_limit` bytes."""
-        _, total = self.shared_layout(d, dtype)
-        if total > shared_limit:
+        need = self.shared_bytes(d, dtype, method)
+        if need > shared_limit:
             raise ValueError(
-                f"tiling: {self} needs {total} bytes of shared memory for d={d}, dtype={dtype}; "
-                f"a block may have {shared_limit}"
+                f"tiling: {self} needs {need} bytes of shared memory for method={method}, d={d}, "
+                f"dtype={dtype}; a block may have {shared_limit}"
             )
 
-    def fits(self, d: int, dtype: str, shared_limit: int) -> bool:
-        """Whether a block fits shared memory and, by estimate, the registers of a thread."""
-        _, total = self.shared_layout(d, dtype)
+    def fits(self, d: int, dtype: str, method: str, shared_limit: int) -> bool:
+        """Whether a block fits shared memory and, by estimate, a thread fits its registers."""
         registers = self.registers(d, dtype)
+        # fp64's exp is long: libNVVM stops unrolling the softmax above 16 of them a thread
+        unrolls = dtype != "fp64" or self.R_r * self.R_c <= 16
         return (
-            total <= shared_limit
+            unrolls
+            and self.shared_bytes(d, dtype, method) <= shared_limit
             and registers <= REGISTERS_PER_THREAD
-            and registers * self.threads <= 65536
+            and registers * self.threads <= REGISTERS_PER_SM
         )
 
 
@@ -190,20 +206,24 @@ def papers_rule(M: int, d: int) -> tuple[int, int]:
     return min(B_c, d), B_c
 
 
-# Widest first. Each thread grid keeps the register tile of O at 8 rows where d allows.
+# In the order of their speed where they fit. A thread's 8 x 8 register tiles need 16 shared loads
+# for 256 multiply-adds; every smaller tile needs more loads for each.
 CANDIDATES = (
+    Tiling(128, 64, 16, 8),
+    Tiling(128, 128, 16, 16),
+    Tiling(128, 64, 16, 16),
+    Tiling(128, 32, 16, 16),
     Tiling(64, 64, 8, 16),
-    Tiling(64, 64, 8, 32),
-    Tiling(64, 32, 8, 32),
+    Tiling(64, 32, 8, 16),
+    Tiling(64, 32, 16, 16),
     Tiling(32, 32, 8, 16),
-    Tiling(32, 32, 8, 32),
-    Tiling(16, 32, 8, 32),
-    Tiling(16, 32, 16, 32),
+    Tiling(16, 16, 8, 16),
+    Tiling(16, 8, 16, 8),
 )
 
 
-def choose(d: int, dtype: str, shared_limit: int) -> Tiling:
-    """The tiling used when the caller gives none: the first candidate that fits.
+def choose(d: int, dtype: str, method: str, shared_limit: int) -> Tiling:
+    """The tiling used when the caller gives none: the first of `CANDIDATES` that fits.
 
     Parameters
     ----------
@@ -211,6 +231,8 @@ def choose(d: int, dtype: str, shared_limit: int) -> Tiling:
         Head dimension.
     dtype : str
         "fp32", "fp64", "fp16" or "bf16".
+    method : str
+        "standard", "fa1" or "fa2".
     shared_limit : int
         Bytes of shared memory a block may have on this device.
 
@@ -220,6 +242,9 @@ def choose(d: int, dtype: str, shared_limit: int) -> Tiling:
         No candidate fits.
     """
     for tiling in CANDIDATES:
-        if tiling.fits(d, dtype, shared_limit):
+        if tiling.fits(d, dtype, method, shared_limit):
             return tiling
-    raise ValueError(f"tiling: none fits {shared_limit} bytes of shared memory at d={d}, {dtype}")
+    raise ValueError(
+        f"tiling: none fits {shared_limit} bytes of shared memory at method={method}, d={d}, "
+        f"dtype={dtype}"
+    )

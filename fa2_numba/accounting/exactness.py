@@ -25,7 +25,7 @@ class Exactness:
         Query rows of each head that were compared.
     out_error, out_allowed, lse_error, lse_allowed : float
         Largest absolute error against the float64 reference, and the largest that the rule of
-        `reference.tolerance` allows.
+        `reference.tolerance` allows; None where there was no lse.
     exact : bool
         Whether errors are allowed and NaN and inf are where they should be.
     message : str
@@ -48,8 +48,8 @@ class Exactness:
     rows_checked: int
     out_error: float
     out_allowed: float
-    lse_error: float
-    lse_allowed: float
+    lse_error: float | None
+    lse_allowed: float | None
     exact: bool
     message: str = ""
 
@@ -60,12 +60,9 @@ class Exactness:
     @property
     def used(self) -> float:
         """The larger of error / allowed of out and lse: exact means at most 1."""
+        pairs = ((self.out_error, self.out_allowed), (self.lse_error, self.lse_allowed))
         return max(
-            error / allowed if allowed else float(error > 0)
-            for error, allowed in (
-                (self.out_error, self.out_allowed),
-                (self.lse_error, self.lse_allowed),
-            )
+            e / a if a else float(e > 0) for e, a in pairs if e is not None and a is not None
         )
 
 
@@ -88,22 +85,28 @@ class Expected:
         self.same_precision = reference.attention_same_precision(q, k, v, **problem)
         self.inner = reference.rounding_error(q, k, v, **problem)
 
-    def compare(self, out: Array, lse: Array, input: str, columns: dict[str, Any]) -> Exactness:
-        """Judge one output on the host; `columns` are the problem's columns of the traffic table."""
+    def compare(
+        self, out: Array, lse: Array | None, input: str, columns: dict[str, Any]
+    ) -> Exactness:
+        """Judge one output on the host; `columns` are the first ones of its traffic rows."""
         if self.rows is not None:
-            out, lse = out[..., self.rows, :], lse[..., self.rows]
-        numbers, messages = [], []
-        for n, (name, got) in enumerate((("out", out), ("lse", lse))):
-            error, allowed, message = self._one(n, name, got)
-            numbers += [error, allowed]
-            messages += [message] if message else []
+            out, lse = out[..., self.rows, :], None if lse is None else lse[..., self.rows]
+        out_error, out_allowed, message = self._one(0, "out", out)
+        lse_error, lse_allowed, lse_message = (
+            (None, None, "") if lse is None else self._one(1, "lse", lse)
+        )
         kept = {name: columns[name] for name in Exactness.__dataclass_fields__ if name in columns}
         return Exactness(
-            input, **kept, rows_checked=out.shape[-2],
-            out_error=numbers[0], out_allowed=numbers[1],
-            lse_error=numbers[2], lse_allowed=numbers[3],
-            exact=not messages, message="; ".join(messages),
-        )  # fmt: skip
+            input,
+            **kept,
+            rows_checked=out.shape[-2],
+            out_error=out_error,
+            out_allowed=out_allowed,
+            lse_error=lse_error,
+            lse_allowed=lse_allowed,
+            exact=not (message or lse_message),
+            message="; ".join(m for m in (message, lse_message) if m),
+        )
 
     def _one(self, n: int, name: str, got: Array) -> tuple[float, float, str]:
         ref, same, inner = self.reference[n], self.same_precision[n], self.inner[n]

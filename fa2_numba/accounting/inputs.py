@@ -22,7 +22,7 @@ DTYPES = {
     np.dtype(np.float64): "fp64",
     np.dtype(ml_dtypes.bfloat16): "bf16",
 }
-# https://github.com/huggingface/safetensors: "Format". Types that attention cannot use are left out.
+# Of the types that the format has, those that attention can use.
 SAFETENSORS_DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -68,45 +68,42 @@ class Inputs:
         q, k, v, mask, out = map(expand, (self.q, self.k, self.v, self.mask, self.out))
         return replace(self, q=q, k=k, v=v, mask=mask, out=out)
 
-    def cut(self, heads: int, tokens: int, first: int = 0, head: int = 0) -> "Inputs":
-        """At most `heads` query heads from `head` on and `tokens` rows and keys from `first` on.
+    def cut(self, batches: int, heads: int, tokens: int, first: int = 0, head: int = 0) -> "Inputs":
+        """A part: the first `batches`, query heads from `head` on, rows and keys from `first` on.
 
         Query heads keep the key head they read. `out` goes where keys are cut: it was made from
         all of them.
         """
         x = self.four_dimensions()
-        (_, H, N_q, _), (H_k, N_k) = x.q.shape, x.k.shape[1:3]
+        (B, H, N_q, _), (H_k, N_k) = x.q.shape, x.k.shape[1:3]
         group = H // H_k
         kv = slice(head // group, head // group + max(1, heads // group))
         some = slice(head, head + min(heads, (kv.stop - kv.start) * group))
-        rows, keys = (slice(first, first + tokens) for _ in range(2))
-        whole = {"heads": H <= heads, "queries": N_q <= tokens, "keys": N_k <= tokens}
-        if all(whole.values()):
+        batch = slice(0, batches)
+        rows = keys = slice(first, first + tokens)
+        if B <= batches and H <= heads and max(N_q, N_k) <= tokens:
             return x
-        mask = None if x.mask is None else _cut_mask(x.mask, some, rows, keys)
-        out = x.out[:, some, rows] if x.out is not None and whole["keys"] else None
         part = [
-            f"heads {_span(some, H)}" if not whole["heads"] else "",
-            f"queries {_span(rows, N_q)}" if not whole["queries"] else "",
-            f"keys {_span(keys, N_k)}" if not whole["keys"] else "",
+            f"batch {_span(batch, B)}" if B > batches else "",
+            f"head {_span(some, H)}" if H > heads else "",
+            f"{'token' if N_q == N_k else 'query'} {_span(rows, N_q)}" if N_q > tokens else "",
+            f"key {_span(keys, N_k)}" if N_k > tokens and N_q != N_k else "",
         ]
         return replace(
             x,
-            q=np.ascontiguousarray(x.q[:, some, rows]),
-            k=np.ascontiguousarray(x.k[:, kv, keys]),
-            v=np.ascontiguousarray(x.v[:, kv, keys]),
-            mask=mask,
-            out=out,
+            q=np.ascontiguousarray(x.q[batch, some, rows]),
+            k=np.ascontiguousarray(x.k[batch, kv, keys]),
+            v=np.ascontiguousarray(x.v[batch, kv, keys]),
+            mask=None if x.mask is None else _cut_mask(x.mask, (batch, some, rows, keys)),
+            out=x.out[batch, some, rows] if x.out is not None and N_k <= tokens else None,
             part=", ".join(p for p in part if p),
         )
 
 
-def _cut_mask(mask: Array, heads: slice, rows: slice, keys: slice) -> Array:
+def _cut_mask(mask: Array, parts: tuple[slice, ...]) -> Array:
     """Cut the axes of a mask that do not broadcast."""
-    for axis, part in ((1, heads), (2, rows), (3, keys)):
-        if mask.shape[axis] > 1:
-            mask = mask[(slice(None),) * axis + (part,)]
-    return np.ascontiguousarray(mask)
+    kept = (p if size > 1 else slice(None) for p, size in zip(parts, mask.shape, strict=True))
+    return np.ascontiguousarray(mask[tuple(kept)])
 
 
 def _span(part: slice, size: int) -> str:
@@ -225,6 +222,11 @@ def _tensor(name: str, entry: dict[str, Any], data: bytes) -> Array:
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise InputError(f"{name} has {end - begin} bytes, which is not shape {shape}, {dtype}")
     return np.frombuffer(data[begin:end], dtype).reshape(shape)
+
+
+def short(name: str) -> str:
+    """An input's name without the part that was cut out of it."""
+    return name.removesuffix(")").rpartition(" (")[0] if name.endswith(")") else name
 
 
 def _line(error: Exception) -> str:

@@ -1,9 +1,11 @@
-"""Reading the traffic table: which rows, what sum, which curve. Figures and page compute nothing else."""
+"""Reading the traffic table: which rows, what sum, which curve."""
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from fa2_numba.accounting.fits import Fit, fit_exponent
 from fa2_numba.tiling import DTYPE_BYTES, Tiling
 from fa2_numba.traffic import Traffic
 
@@ -70,14 +72,16 @@ def select(rows: Iterable[Traffic], **columns: Any) -> list[Traffic]:
     return [r for r in rows if all(getattr(r, n) in v for n, v in wanted.items())]
 
 
-def curve(rows: Iterable[Traffic], variant: Variant, setting: Setting, source: str) -> list[Traffic]:
+def curve(
+    rows: Iterable[Traffic], variant: Variant, setting: Setting, source: str
+) -> list[Traffic]:
     """All rows of one line over N: plain or bound-causal mask, N_q = N_k."""
     mask = "causal" if variant.causal else "none"
     found = select(rows, method=variant.method, mask=mask, source=source, **setting.columns())
     return [r for r in found if r.n_q == r.n_k]
 
 
-# Quantities: each sums bytes over some rows --------------------------------------------------------
+# Quantities: each sums bytes over some rows -------------------------------------------------------
 
 
 def is_workspace(row: Traffic) -> bool:
@@ -92,6 +96,15 @@ LOADS: Choice = lambda row: row.op == "load"  # noqa: E731
 KV_LOADS: Choice = lambda row: row.op == "load" and row.array in ("K", "V")  # noqa: E731
 Q_LOADS: Choice = lambda row: row.op == "load" and row.array == "Q"  # noqa: E731
 SCORES: Choice = lambda row: row.array in ("S", "P")  # noqa: E731
+QUANTITIES: dict[str, Choice] = {
+    "loads and stores": TOTAL,
+    "stores": WRITES,
+    "loads of Q": Q_LOADS,
+    "loads of K and V": KV_LOADS,
+    "S and P": SCORES,
+    "extra memory": is_workspace,
+}
+LARGE_N = 4096  # from here on the leading term decides a predicted curve's slope
 
 
 def total(rows: Iterable[Traffic], choice: Choice = TOTAL, what: str = "bytes") -> int:
@@ -119,12 +132,59 @@ def by_array(rows: Iterable[Traffic]) -> dict[str, int]:
 
 
 def visited_tiles(rows: Iterable[Traffic]) -> dict[int, float]:
-    """N to the number of key tiles that were loaded: elements of K over B_c d, for whole tiles."""
+    """N to the number of B_r x B_r tiles of S that were visited: elements of K loaded over B_r d.
+
+    Only for N that B_r divides.
+    """
     found = select(rows, array="K", op="load")
-    return {r.n_k: r.elements / (r.block_c * r.d) for r in found if r.n_k % r.block_c == 0}
+    return {r.n_k: r.elements / (r.block_r * r.d) for r in found if r.n_k % r.block_r == 0}
 
 
-# The closed forms' leading terms -------------------------------------------------------------------
+@dataclass(frozen=True)
+class Growth:
+    """How one quantity of one method grows with N.
+
+    Attributes
+    ----------
+    method, causal
+        As in the traffic table.
+    quantity : str
+        One of `QUANTITIES`, in bytes issued.
+    source : str
+        "counted", or "predicted", then over N >= `LARGE_N` only.
+    fit : Fit or None
+        None where it is zero at every N.
+    """
+
+    method: str
+    causal: bool
+    quantity: str
+    source: str
+    fit: Fit | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Column to value; the numbers are None without a fit."""
+        numbers = asdict(self.fit) if self.fit else dict.fromkeys(Fit.__dataclass_fields__)
+        if self.fit and math.isinf(self.fit.half_width):
+            numbers["half_width"] = None
+        columns = {n: getattr(self, n) for n in ("method", "causal", "quantity", "source")}
+        return {**columns, **numbers}
+
+
+def growth(rows: Iterable[Traffic], setting: Setting) -> list[Growth]:
+    """Fit every quantity of every method over the rows of one setting."""
+    rows, found = list(rows), []
+    for v in VARIANTS:
+        for source in ("counted", "predicted"):
+            line = curve(rows, v, setting, source)
+            line = [r for r in line if source == "counted" or r.n_q >= LARGE_N]
+            for quantity, choice in QUANTITIES.items():
+                fit = fit_exponent(*over_N(line, choice))
+                found.append(Growth(v.method, v.causal, quantity, source, fit))
+    return found
+
+
+# The closed forms' leading terms ------------------------------------------------------------------
 
 
 def leading(variant: Variant, setting: Setting, quantity: str) -> tuple[float, int]:

@@ -67,7 +67,7 @@ def build(
     acc_type, storage, from_acc, log = fmt.acc, fmt.storage, fmt.from_acc, fmt.log
     ZERO, ONE, NEG_INF = acc_type(0), acc_type(1), acc_type("-inf")
 
-    tiles, shared_bytes = tiling.shared_layout(d, dtype)
+    tiles, shared_bytes = tiling.shared_layout(d, dtype, P_replaces_K=True)
     Q_tile, K_tile, V_tile, P_tile = (
         shared_tile(*tiles[n][:2], acc_type, tiles[n][2]) for n in "QKVP"
     )
@@ -138,6 +138,7 @@ def build(
             if kind != FULL:
                 nonfinite = find_nonfinite(V_j, tid)
 
+            cuda.syncthreads()  # all have read K_j: P_ij may take its place
             softmax_step(S_ij, m_i, l_i, acc)  # lines 9 and 10, S_ij becomes P~_ij
             for r in range(R_r):
                 for c in range(R_c):

@@ -1,0 +1,61 @@
+"""What a recorded number needs beside it: GPU, driver, versions, commit, date."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("fa2-numba", "numba", "numba-cuda", "numpy", "cupy-cuda13x", "torch", "hypothesis")
+
+
+def nvidia_smi(*fields: str) -> list[str]:
+    """Values of ``nvidia-smi --query-gpu`` for the first GPU."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [value.strip() for value in out.strip().splitlines()[0].split(",")]
+
+
+def commit() -> str:
+    """The commit that runs: ``FA2_NUMBA_COMMIT`` where the tree is a copy without its history."""
+    given = os.environ.get("FA2_NUMBA_COMMIT")
+    if given:
+        return given
+    result = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, package versions, commit and date of this run."""
+    name, driver = nvidia_smi("name", "driver_version")
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "gpu": name,
+        "driver": driver,
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def results_folder(gpu: str) -> Path:
+    """Where this GPU's results are kept: ``benchmarks/results/nvidia-h200``."""
+    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,150 @@
+"""Speed of the readable kernels in fp32, side by side with torch, in one process.
+
+``python -m benchmarks.readable`` writes ``benchmarks/results/<gpu>/readable.json``.
+
+Setting: batch x N = 16,384, hidden size 2048, TF32 off, random normal data. In each cell the
+implementations take turns, so that a drift of the clock hits all alike. A cell's inputs are 384 MB,
+several times the L2, and every turn streams them anew. Times are CUDA events around one call.
+FLOPs: 4 N^2 d per head, half when causal.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import fa2_numba
+from benchmarks.environment import environment, nvidia_smi, results_folder
+from fa2_numba.api import shared_limit
+from fa2_numba.tiling import choose
+
+TOKENS, HIDDEN = 16384, 2048
+PEER = "torch mem-efficient"
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Time of one call on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each call, `rounds` times, the calls taking turns after one warm-up each."""
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(milliseconds(call))
+    return times
+
+
+def implementations(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> dict[str, Callable[[], Any]]:
+    """What is compared: name to call."""
+
+    def ours(method: str, causal: bool | str) -> Callable[[], Any]:
+        return lambda: fa2_numba.attention(q, k, v, causal=causal, method=method)
+
+    def theirs(backend: SDPBackend) -> Callable[[], Any]:
+        def call() -> Any:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return call
+
+    calls = {method: ours(method, causal) for method in ("fa2", "fa1", "standard")}
+    if causal:
+        calls["fa2 skip"] = ours("fa2", "skip")
+    calls[PEER] = theirs(SDPBackend.EFFICIENT_ATTENTION)
+    calls["torch math"] = theirs(SDPBackend.MATH)
+    return calls
+
+
+def rows(sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each implementation and cell."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for d, causal, n in itertools.product((64, 128), (False, True), sizes):
+        heads, batch = HIDDEN // d, TOKENS // n
+        q, k, v = (
+            torch.randn(batch, heads, n, d, device="cuda", generator=generator) for _ in range(3)
+        )
+        calls = implementations(q, k, v, causal)
+        teraflop = 4 * n * n * d * heads * batch * (0.5 if causal else 1.0) / 1e12
+        for name, times in take_turns(calls, rounds).items():
+            speeds = [teraflop / (ms / 1e3) for ms in times]
+            yield {
+                "implementation": name,
+                "direction": "forward",
+                "dtype": "fp32",
+                "batch": batch,
+                "heads": heads,
+                "n": n,
+                "d": d,
+                "causal": causal,
+                "tflops": round(statistics.median(speeds), 2),
+                "tflops_min": round(min(speeds), 2),
+                "tflops_max": round(max(speeds), 2),
+                "milliseconds": round(statistics.median(times), 4),
+                "rounds": rounds,
+            }
+        del q, k, v, calls
+        torch.cuda.empty_cache()
+
+
+def matrix_rate() -> float:
+    """TFLOP/s of an 8192^3 fp32 matrix product: the ceiling of fp32 arithmetic here."""
+    a, b = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
+    times = take_turns({"product": lambda: a @ b}, 5)["product"]
+    return round(2 * 8192**3 / statistics.median(times) / 1e9, 2)
+
+
+def main() -> None:
+    """Run, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="1024,2048,4096,8192,16384")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    about = environment()
+    limit = shared_limit(None)
+    record: dict[str, Any] = {
+        **about,
+        "setting": {"tokens": TOKENS, "hidden": HIDDEN, "tf32": False, "data": "normal"},
+        "matrix_product_tflops": matrix_rate(),
+        "tilings": {
+            f"{method} d={d}": str(choose(d, "fp32", method, limit))
+            for method in fa2_numba.METHODS
+            for d in (64, 128)
+        },
+        "rows": [],
+    }
+    for row in rows([int(n) for n in options.sizes.split(",")], options.rounds):
+        record["rows"].append(row)
+        print(
+            f"{row['implementation']:20} d={row['d']:<4} n={row['n']:<6} "
+            f"{'causal' if row['causal'] else 'full':7} {row['tflops']:6.1f} TFLOP/s "
+            f"({row['tflops_min']:.1f}..{row['tflops_max']:.1f})",
+            flush=True,
+        )
+    clock, power, heat = nvidia_smi("clocks.sm", "power.draw", "temperature.gpu")
+    record["after"] = {"sm_clock": clock, "power": power, "temperature": heat}
+    target = results_folder(about["gpu"]) / "readable.json"
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"matrix product: {record['matrix_product_tflops']} TFLOP/s; wrote {target.name}")
+
+
+if __name__ == "__main__":
+    main()

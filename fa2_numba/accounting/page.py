@@ -1,0 +1,480 @@
+"""One HTML page that tells what a sweep found; every number in it is read from the sweep.
+
+The page stands alone: figures are inline SVG in the page's own colours, so that they follow its
+light and dark mode, and nothing is loaded from anywhere.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+from fa2_numba.accounting import tables
+from fa2_numba.accounting.exactness import Exactness
+from fa2_numba.accounting.fits import Fit
+from fa2_numba.accounting.inputs import short
+from fa2_numba.accounting.plots import Drawing, length
+from fa2_numba.accounting.sweep import Comparison, Sweep, problem
+from fa2_numba.accounting.tables import Growth, Variant
+from fa2_numba.io_model import closed_form
+from fa2_numba.tiling import Tiling, acc_bytes
+
+FILES = ("traffic.csv", "traffic.json", "checks.json")
+
+_CSS = """
+:root{color-scheme:light dark;--page:#fdfdfc;--ink:#222;--soft:#666;--faint:#d9d9d9;--band:#f0f0ee;
+--blue:#0072b2;--good:#00734f;--bad:#b3261e}
+@media(prefers-color-scheme:dark){:root{--page:#16181c;--ink:#e4e4e2;--soft:#a0a0a0;--faint:#3a3d43;
+--band:#22252b;--blue:#3b9bdc;--good:#4cc79a;--bad:#ff8a80}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:64rem;padding:2rem 1rem 4rem;background:var(--page);color:var(--ink);
+font:1rem/1.55 system-ui,sans-serif}
+h1{font-size:1.7rem;line-height:1.2;margin:0 0 .3rem}
+h2{font-size:1.25rem;margin:2.8rem 0 .6rem}
+p,li{max-width:46rem}
+.soft,caption,figcaption{color:var(--soft);font-size:.9rem}
+.verdict{font-size:1.1rem;border-left:.25rem solid var(--good);padding-left:.8rem}
+.verdict.no,.stopped{border-left:.25rem solid var(--bad);padding-left:.8rem}
+.yes{color:var(--good)}.no{color:var(--bad)}
+.wide{overflow-x:auto;margin:1rem 0}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+caption{text-align:left;padding-bottom:.4rem}
+th,td{padding:.25rem .8rem .25rem 0;text-align:right;vertical-align:top;white-space:nowrap}
+td:first-child{white-space:normal;min-width:9rem}
+details{margin:1rem 0}summary{cursor:pointer}
+th{font-weight:600;border-bottom:1px solid var(--faint)}
+td{border-bottom:1px solid var(--faint)}
+.text{text-align:left}
+figure{margin:1.5rem 0}
+figure svg{width:100%;min-width:38rem;height:auto;display:block}
+code{font-size:.9em}
+"""
+
+# Colours of plots.py that follow the page.
+_COLOURS = {
+    "#222222": "var(--ink)",
+    "#d9d9d9": "var(--faint)",
+    "#f0f0ee": "var(--band)",
+    "#0072b2": "var(--blue)",
+}
+
+
+def page(
+    sweep: Sweep, drawings: Sequence[Drawing], svgs: Sequence[str], growth: list[Growth]
+) -> str:
+    """The page.
+
+    Parameters
+    ----------
+    sweep : Sweep
+    drawings : list of Drawing
+    svgs : list of str
+        The text of each drawing's SVG file.
+    growth : list of Growth
+        Of the plan's setting.
+
+    Returns
+    -------
+    str
+        HTML, with no address in it but those of the files in its folder.
+    """
+    figures = {d.name: _figure(d, svg) for d, svg in zip(drawings, svgs, strict=True)}
+    body = [
+        _head(sweep),
+        _exact(sweep),
+        _counted(sweep, figures),
+        _theory(sweep, growth, figures),
+        _linear(sweep, growth),
+        _limits(sweep),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>What attention moves</title><style>{_CSS}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+# Pieces of HTML -----------------------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    """Escaped, with the papers' subscripts."""
+    return re.sub(r"\b([BTRO])_([rcij])\b", r"\1<sub>\2</sub>", html.escape(str(value)))
+
+
+def _p(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{text}</p>' if kind else f"<p>{text}</p>"
+
+
+def _table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]], text: int) -> str:
+    """A table whose first `text` columns hold text; cells that start with "<" are HTML already."""
+
+    def cells(values: Sequence[object], tag: str) -> str:
+        out = []
+        for n, value in enumerate(values):
+            kind = ' class="text"' if n < text else ""
+            shown = value if str(value).startswith("<") else _text(value)
+            out.append(f"<{tag}{kind}>{shown}</{tag}>")
+        return f"<tr>{''.join(out)}</tr>"
+
+    body = "".join(cells(row, "td") for row in rows)
+    return (
+        f'<div class="wide"><table><caption>{_text(caption)}</caption>'
+        f"<thead>{cells(header, 'th')}</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _verdict(good: bool, yes: str, no: str) -> str:
+    return f'<span class="yes">{yes}</span>' if good else f'<span class="no">{no}</span>'
+
+
+def _figure(drawing: Drawing, svg: str) -> str:
+    return (
+        f'<figure id="{drawing.name}"><div class="wide">{inline(svg, drawing)}</div>'
+        f"<figcaption><b>{_text(drawing.title)}.</b> {_text(drawing.caption)}</figcaption></figure>"
+    )
+
+
+def inline(svg: str, drawing: Drawing) -> str:
+    """An SVG file as an element of the page: no prolog, own ids, the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    svg = re.sub(r'\bid="', f'id="{drawing.name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{drawing.name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{drawing.name}-", svg)
+    svg = svg.replace("fill: #ffffff", "fill: none").replace(
+        "stroke: #ffffff", "stroke: var(--page)"
+    )
+    for fixed, variable in _COLOURS.items():
+        svg = svg.replace(fixed, variable)
+    # Glyphs have no colour of their own: black is SVG's default, not the page's.
+    label = html.escape(f"{drawing.title}. {drawing.caption}", quote=True)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}" fill="var(--ink)"', 1).strip()
+
+
+def _integer(n: int) -> str:
+    return f"{n:,}"
+
+
+def _small(x: float | None) -> str:
+    return "" if x is None else f"{x:.1e}" if x else "0"
+
+
+# The story ----------------------------------------------------------------------------------------
+
+
+def _head(sweep: Sweep) -> str:
+    rows = sum(c.rows for c in sweep.comparisons)
+    wrong = sum(c.differences for c in sweep.comparisons)
+    exact = sum(e.exact for e in sweep.exactness)
+    good = sweep.all_exact and sweep.all_equal
+    verdict = (
+        f"{exact} of {len(sweep.exactness)} outputs are within the error of their own precision. "
+        f"{_integer(rows - wrong)} of {_integer(rows)} counted rows equal their prediction, as "
+        f"integers."
+    )
+    stopped = ""
+    if sweep.stopped:
+        stopped = _p(
+            f"<b>{_text(sweep.stopped)}.</b> {sweep.done} of {sweep.total} experiments were "
+            "finished; this page shows those and nothing else.",
+            "stopped",
+        )
+    links = ", ".join(f'<a href="{name}">{name}</a>' for name in FILES)
+    return (
+        "<h1>What attention moves through global memory</h1>"
+        + _p(
+            f"Standard attention, FlashAttention (FA1) and FlashAttention-2 (FA2): counted by the "
+            f"kernels that computed the outputs, on {_text(sweep.plan.machine)}, and predicted by "
+            f"closed forms. {sweep.seconds:.0f} s. Data: {links}.",
+            "soft",
+        )
+        + stopped
+        + _p(verdict, "verdict" if good else "verdict no")
+    )
+
+
+def worst(found: Iterable[Exactness]) -> list[Exactness]:
+    """The check that used most of its allowance, for each input, method and mask."""
+    groups: dict[tuple[str, str, str], Exactness] = {}
+    for e in found:
+        key = (e.input, e.method, e.mask)
+        if key not in groups or (not e.exact, e.used) > (not groups[key].exact, groups[key].used):
+            groups[key] = e
+    return list(groups.values())
+
+
+def _exact(sweep: Sweep) -> str:
+    rows = [
+        (
+            short(e.input),
+            Variant(e.method).label,
+            e.mask,
+            e.dtype,
+            f"{e.n_q} × {e.n_k}",
+            e.d,
+            _small(e.out_error),
+            _small(e.out_allowed),
+            _small(e.lse_error),
+            _small(e.lse_allowed),
+            _verdict(e.exact, "exact", _text(e.message) or "not exact"),
+        )
+        for e in worst(sweep.exactness)
+    ]
+    header = ("input", "method", "mask", "dtype", "N_q × N_k", "d", "error of O", "allowed")
+    return (
+        "<h2>1. The outputs are exact</h2>"
+        + _p(
+            "Tiling changes the order of a sum and nothing else. So each output may be off by what "
+            "its precision costs, and no more: at most twice the error of the same precision in "
+            "NumPy, plus one rounding, plus what rounding does inside for these inputs. Errors are "
+            "largest absolute differences from a float64 reference; L is each row's log-sum-exp."
+        )
+        + _table(
+            "The check that came closest to its limit, for each input, method and mask",
+            (*header, "error of L", "allowed", ""),
+            rows,
+            4,
+        )
+    )
+
+
+def _counted(sweep: Sweep, figures: dict[str, str]) -> str:
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for c in sweep.comparisons:
+        groups.setdefault((c.experiment, c.method, c.mask), []).append(c)
+    rows = []
+    for (name, method, mask), runs in groups.items():
+        last = max(runs, key=lambda c: (c.n_q, c.counted_bytes))
+        first = min(c.n_q for c in runs)
+        rows.append(
+            (
+                short(name),
+                Variant(method).label,
+                mask,
+                len(runs),
+                str(first) if first == last.n_q else f"{first} to {last.n_q}",
+                sum(c.rows for c in runs),
+                _differences(runs),
+                _integer(last.counted_bytes),
+                _integer(last.predicted_bytes),
+            )
+        )
+    header = ("input", "method", "mask", "runs", "N", "rows", "differ")
+    return (
+        "<h2>2. What was counted</h2>"
+        + _p(
+            "The kernels that computed the outputs above ran with arrays that count each access: "
+            "elements, bytes, warp requests and 32-byte sectors, for every array in every phase. "
+            "A row of the table is one array in one phase, loaded or stored. It differs from its "
+            "prediction if any of its four integers does."
+        )
+        + _table(
+            "Rows compared, rows that differ, and the bytes issued by the largest run",
+            (*header, "bytes counted", "bytes predicted"),
+            rows,
+            3,
+        )
+        + f"<details><summary>All {len(sweep.comparisons)} runs</summary>{_runs(sweep)}</details>"
+        + figures.get("arrays", "")
+    )
+
+
+def _differences(runs: Sequence[Comparison]) -> str:
+    wrong = sum(c.differences for c in runs)
+    first = next((c.first for c in runs if c.first), "")
+    return _verdict(not wrong, "0", f"{wrong}: {_text(first)}")
+
+
+def _runs(sweep: Sweep) -> str:
+    rows = [
+        (
+            short(c.experiment),
+            Variant(c.method).label,
+            c.mask,
+            c.n_q,
+            f"{c.block_r} × {c.block_c}",
+            c.rows,
+            _differences([c]),
+            _integer(c.counted_bytes),
+            _integer(c.predicted_bytes),
+        )
+        for c in sweep.comparisons
+    ]
+    header = ("input", "method", "mask", "N", "B_r × B_c", "rows", "differ")
+    return _table("", (*header, "bytes counted", "bytes predicted"), rows, 3)
+
+
+def _theory(sweep: Sweep, growth: list[Growth], figures: dict[str, str]) -> str:
+    return (
+        "<h2>3. What theory says</h2>"
+        + _p(
+            "For one head with N queries and N keys, in elements, T_r = N / B_r and T_c = N / B_c "
+            "where the tiles divide N:".replace("_r", "<sub>r</sub>").replace("_c", "<sub>c</sub>")
+        )
+        + _forms(sweep)
+        + _p(
+            "Theorem 2 of the FlashAttention paper puts standard attention at Θ(Nd + N²) accesses "
+            "and FlashAttention at Θ(N²d²/M), with room for M elements on chip. Both are quadratic "
+            "in N as long as M is fixed. FlashAttention wins by a constant, d²/M, which is why tile "
+            "sizes matter: a query tile as large as memory allows divides everything. "
+            + _theorem_2(sweep)
+        )
+        + "".join(figures.get(n, "") for n in ("growth", "growth_gpu_tiles", "tiles", "causal"))
+        + _slopes(growth)
+    )
+
+
+def formulas(variant: Variant, tiling: Tiling) -> tuple[str, str]:
+    """Loads and stores of one head in elements, for tiles that divide N; see `closed_form`."""
+    if variant.method == "standard":
+        return "T_c N d + 2 T_r N d + 3 N²", "2 N² + N d + N"
+    if variant.method == "fa1":
+        return "2 N d + T_c (2 N d + 2 N) + 2 N", "(T_c + 1) (N d + 2 N) + N"
+    if not variant.causal:
+        return "N d + 2 T_r N d", "N d + N"
+    if tiling.B_r % tiling.B_c:
+        return "N d + 2 d × keys up to the diagonal", "N d + N"
+    return "N d + T_r (T_r + 1) B_r d", "N d + N"
+
+
+def _forms(sweep: Sweep) -> str:
+    plan, rows = sweep.plan, []
+    N, setting = plan.bars_N, plan.setting
+    for v in tables.DRAWN:
+        counted = [r for r in tables.curve(sweep.table, v, setting, "counted") if r.n_q == N]
+        elements = closed_form(problem(v.method, v.causal, N, setting))
+        for op, form in zip(("load", "store"), formulas(v, setting.tiling), strict=True):
+            value = sum(n for name, n in elements.items() if name.endswith(op))
+            count = tables.total(tables.select(counted, op=op), what="elements")
+            shown = _verdict(count == value, _integer(count), _integer(count))
+            rows.append((v.label, f"{op}s", form, _integer(value), shown if counted else "not run"))
+    return _table(
+        f"Elements issued, N = {N:,}, {setting}",
+        ("method", "", "closed form", "its value", "counted"),
+        rows,
+        3,
+    )
+
+
+def _theorem_2(sweep: Sweep) -> str:
+    """How far the counted loads are from N² d² / M, with M what a block's tiles take on chip."""
+    plan = sweep.plan
+    s, N = plan.setting, plan.bars_N
+    rows = tables.curve(sweep.table, Variant("fa2"), s, "counted")
+    loads = tables.total([r for r in rows if r.n_q == N], tables.LOADS, "elements")
+    if not loads:
+        return ""
+    M = s.tiling.shared_layout(s.d, s.dtype)[1] // acc_bytes(s.dtype)
+    far = max(plan.curve)
+    rows = tables.curve(sweep.table, Variant("fa2"), s, "predicted")
+    far_loads = tables.total([r for r in rows if r.n_q == far], tables.LOADS, "elements")
+    unit = s.d**2 / M
+    return _text(
+        f"With the {M:,} elements that a block's tiles take here, FA2's loads are "
+        f"{loads / (N * N * unit):.2f} N²d²/M at N = {N:,} (counted) and "
+        f"{far_loads / (far * far * unit):.2f} N²d²/M at N = {length(far)} (predicted)."
+    )
+
+
+def _slopes(growth: list[Growth]) -> str:
+    fits = {(g.method, g.causal, g.quantity, g.source): g.fit for g in growth}
+    shown = []
+    for v in tables.VARIANTS:
+        for quantity in tables.QUANTITIES:
+            both = [fits[v.method, v.causal, quantity, s] for s in ("counted", "predicted")]
+            cells = [cell for fit in both for cell in _fit(fit, moved=any(both))]
+            shown.append((v.label, quantity, *cells))
+    return _table(
+        "Fitted exponents p of bytes ~ N^p with 95 % intervals. Counts have no noise: the interval "
+        "says how far the points bend away from one power law.",
+        ("method", "quantity", "counted", "over", "predicted", "over"),
+        shown,
+        2,
+    )
+
+
+def _fit(fit: Fit | None, *, moved: bool) -> tuple[str, str]:
+    """An exponent and the range it was fitted over."""
+    if fit is None:
+        return ("too few points", "") if moved else ("nothing moves", "")
+    return str(fit), f"N = {length(fit.first_N)} to {length(fit.last_N)}"
+
+
+def _linear(sweep: Sweep, growth: list[Growth]) -> str:
+    def slope(quantity: str) -> str:
+        wanted = ("fa2", False, quantity, "predicted")
+        fits = [g.fit for g in growth if (g.method, g.causal, g.quantity, g.source) == wanted]
+        return f"{fits[0].slope:.2f}" if fits and fits[0] else "nothing moves"
+
+    yes, no = '<span class="yes">linear</span>', '<span class="no">quadratic</span>'
+    rows = [
+        ("stores of O and L", "N d + N", slope("stores"), yes),
+        ("loads of Q", "N d", slope("loads of Q"), yes),
+        ("memory beyond Q, K, V, O", "N", slope("extra memory"), yes),
+        ("traffic of S and P", "0", slope("S and P"), '<span class="yes">none</span>'),
+        ("loads of K and V", "2 N² d / B_r", slope("loads of K and V"), no),
+        ("all loads and stores", "2 N² d / B_r + 2 N d + N", slope("loads and stores"), no),
+    ]
+    standard = tables.leading(Variant("standard"), sweep.plan.setting, "total")[0]
+    fa2 = tables.leading(Variant("fa2"), sweep.plan.setting, "total")[0]
+    return (
+        "<h2>4. Where O(Nd) is true, and where it is not</h2>"
+        + _table(
+            f"FlashAttention-2, one head, elements issued; exponents are predicted, N ≥ "
+            f"{tables.LARGE_N:,}",
+            ("what", "elements", "exponent", ""),
+            rows,
+            2,
+        )
+        + _p(
+            "It is common to say that FlashAttention-2 needs O(Nd) memory accesses. For the loads "
+            "that its warps issue this is false: every query tile streams all of K and V, and there "
+            "are N / B<sub>r</sub> of them. What is linear is what it writes, what it reads of Q, "
+            "and the memory it needs. What is gone are S and P: standard attention writes both and "
+            "reads S twice and P once, five passes over N² elements, and has to have room for them."
+        )
+        + _p(
+            f"So at fixed tiles the two differ by a constant: with the tiles of this report "
+            f"({_text(sweep.plan.setting)}) FA2 issues {standard / fa2:.1f} times fewer bytes as N "
+            f"grows. A larger B<sub>r</sub> makes the factor larger; B<sub>c</sub> does not enter."
+        )
+        + _p(
+            "Loads that are issued need not reach DRAM. The query tiles of one head that run at the "
+            "same time ask for the same K and V, and a cache may serve all but the first. As long as "
+            "it does, DRAM traffic can be linear in N while issued loads are not. This report does "
+            "not measure that, and so does not claim it."
+        )
+    )
+
+
+def _limits(sweep: Sweep) -> str:
+    plan = sweep.plan
+    items = [
+        "The level is <b>issued</b>, in every number and figure: loads and stores of global memory "
+        "as warps issue them. L2 and DRAM traffic is neither measured nor modelled here.",
+        "The kernels are the readable ones of this package, forward only. Another kernel with other "
+        "tiles moves other amounts.",
+    ]
+    if plan.backend == "simulator":
+        items += [
+            f"There was no GPU: the kernels ran as Python, warps and all, on {_text(plan.machine)}. "
+            f"Counts do not depend on that, but N is at most {max(plan.sizes)}. Beyond it every "
+            f"curve is predicted.",
+            "The figure with a GPU's tile sizes is predicted throughout.",
+        ]
+    else:
+        items.append(
+            f"Beyond N = {max(plan.sizes):,} every curve is predicted. Outputs with more than "
+            f"2,048 rows were checked on a sample of rows."
+        )
+    cut = sorted({e.input for e in sweep.exactness if " of " in e.input})
+    if cut:
+        items.append(f"Of the real input a part was run: {_text('; '.join(cut))}.")
+    items += [_text(note) + "." for note in sweep.notes]
+    points = "".join(f"<li>{item}</li>" for item in items)
+    return f"<h2>5. Limits</h2><ul>{points}</ul>"

@@ -1,0 +1,455 @@
+"""Figures from the traffic table.
+
+In every figure filled markers are counted, lines and open shapes are predicted, dashes are theory;
+axes name the level. Colours are those of Okabe and Ito, which colour-blind readers can tell apart;
+methods also differ in marker.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from fa2_numba.accounting import tables
+from fa2_numba.accounting.fits import Fit, fit_exponent
+from fa2_numba.accounting.sweep import MILLION, Plan
+from fa2_numba.accounting.tables import DRAWN, Setting, Variant
+from fa2_numba.traffic import Traffic
+
+Rows = Sequence[Traffic]
+
+NAMES = ("growth", "growth_gpu_tiles", "arrays", "tiles", "causal")
+
+INK, FAINT, BAND, PAPER = "#222222", "#d9d9d9", "#f0f0ee", "#ffffff"
+COLOURS = {"standard": "#d55e00", "fa1": "#cc79a7", "fa2": "#0072b2"}
+CAUSAL_COLOUR = "#009e73"
+MARKERS = {"standard": "s", "fa1": "^", "fa2": "o"}
+ARRAY_COLOURS = {
+    "Q": "#0072b2",
+    "K": "#56b4e9",
+    "V": "#009e73",
+    "O": "#f0e442",
+    "S": "#d55e00",
+    "P": "#e69f00",
+    "l, m, L": "#999999",
+}
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 7.8,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fa2_numba",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A figure, its file name and what to say of it.
+
+    Attributes
+    ----------
+    name : str
+        File name without suffix.
+    title : str
+    caption : str
+        Level, source and machine included.
+    figure : matplotlib.figure.Figure
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def draw(rows: Rows, plan: Plan) -> list[Drawing]:
+    """Every figure the rows suffice for."""
+    with matplotlib.rc_context(STYLE):
+        found = [
+            growth(rows, plan, plan.setting, "growth"),
+            growth(rows, plan, plan.other, "growth_gpu_tiles") if plan.other else None,
+            arrays(rows, plan),
+            tile_sweep(rows, plan),
+            causal_saving(rows, plan),
+        ]
+    return [drawing for drawing in found if drawing]
+
+
+def save(drawing: Drawing, folder: Path) -> list[Path]:
+    """Write ``name.svg`` and ``name.png`` (200 dots an inch) into `folder`, both on white."""
+    paths = [folder / f"{drawing.name}{suffix}" for suffix in (".svg", ".png")]
+    with matplotlib.rc_context(STYLE):
+        drawing.figure.savefig(paths[0], facecolor=PAPER, metadata={"Date": None})
+        drawing.figure.savefig(paths[1], facecolor=PAPER, dpi=200)
+    return paths
+
+
+# Small things -------------------------------------------------------------------------------------
+
+
+DASHES = (0, (4, 3))
+
+
+def _line(v: Variant) -> dict[str, Any]:
+    """How a predicted line looks; FlashAttention-2's is wide, for its causal twin may lie on it."""
+    return {"color": colour(v), "linewidth": 2.4 if v == Variant("fa2") else 1.2}
+
+
+def _marks(v: Variant) -> dict[str, Any]:
+    """How counted points look; causal ones are small, for they may lie on the others."""
+    shape = {"marker": "D", "markersize": 3} if v.causal else {"marker": MARKERS[v.method]}
+    return {"color": colour(v), "linestyle": "", "markersize": 5, "markeredgewidth": 0, **shape}
+
+
+def colour(variant: Variant) -> str:
+    """One colour a method; FlashAttention-2's causal line has its own."""
+    return CAUSAL_COLOUR if variant.causal else COLOURS[variant.method]
+
+
+def size(value: float) -> str:
+    """Bytes in SI units, three digits: 512 B, 1.05 MB."""
+    unit, power = _unit(value)
+    digits = f"{value / power:#.3g}" if power > 1 else f"{value:.3g}"
+    return f"{digits.rstrip('.')} {unit}"
+
+
+def _tick(value: float) -> str:
+    """Bytes in SI units, as few digits as they need: 1 kB, 4.1 kB."""
+    unit, power = _unit(value)
+    return f"{value / power:.3g} {unit}" if value else "0"
+
+
+def _unit(value: float) -> tuple[str, int]:
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = next((n for n in range(len(units)) if abs(value) < 999.5 * 1000**n), len(units) - 1)
+    return units[power], 1000**power
+
+
+def length(N: float) -> str:
+    """A sequence length: 512, 32k, 1M."""
+    n = round(N)
+    if n >= MILLION and n % MILLION == 0:
+        return f"{n // MILLION}M"
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def _figure(columns: int, height: float, **kw: Any) -> tuple[Figure, Any]:
+    engine = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.05)
+    figure = Figure(figsize=(9.6, height), layout=engine)
+    return figure, figure.subplots(1, columns, **kw)
+
+
+def _log2_axis(axis: Any, values: Sequence[int], text: Any = length) -> None:
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def _bytes_axis(ax: Any) -> None:
+    """A tick where the unit changes: 1 kB, 1 MB ..."""
+    low, high = ax.get_ylim()
+    ticks = [1000.0**n for n in range(7) if low <= 1000.0**n <= high]
+    ax.yaxis.set_major_locator(FixedLocator(ticks))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+
+
+def _key(figure: Figure, *, counted: bool, theory: str) -> None:
+    """The line under the panels that says what shapes mean."""
+    handles = [
+        Line2D([], [], color=INK, marker="o", linestyle="", markersize=5, label="counted"),
+        Line2D([], [], color=INK, linewidth=1.2, label="predicted (closed form, exact integers)"),
+        Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label=theory),
+    ]
+    figure.legend(handles=handles[0 if counted else 1 :], loc="outside lower center", ncols=3)
+
+
+def _source(plan: Plan, counted: bool) -> str:
+    if not counted:
+        return "All of it is predicted; none of it was run here."
+    return f"Filled markers (shaded range) were counted on {plan.machine}; lines are predicted."
+
+
+# (a) growth ---------------------------------------------------------------------------------------
+
+_PANELS = (
+    ("total", "Loads and stores", "bytes issued to global memory", tables.TOTAL),
+    ("writes", "Stores alone", "bytes issued to global memory", tables.WRITES),
+    ("workspace", "Extra memory", "bytes beyond Q, K, V and O", tables.is_workspace),
+)
+
+
+def growth(rows: Rows, plan: Plan, setting: Setting, name: str) -> Drawing | None:
+    """Bytes against N on log-log axes: everything, stores alone, and extra memory."""
+    lines = {v: tables.curve(rows, v, setting, "predicted") for v in DRAWN}
+    points = {v: tables.curve(rows, v, setting, "counted") for v in DRAWN}
+    if not all(lines.values()):
+        return None
+    counted = any(points.values())
+    figure, axes = _figure(3, 3.7)
+    for ax, (quantity, title, label, choice) in zip(axes, _PANELS, strict=True):
+        handles = []
+        for v in DRAWN:
+            N, y = tables.over_N(lines[v], choice)
+            n, count = tables.over_N(points[v], choice)
+            c, p = tables.leading(v, setting, quantity)
+            ax.plot(N, y, **{**_line(v), "linewidth": 1.2} if choice is tables.TOTAL else _line(v))
+            ax.plot(N, [c * m**p for m in N], color=colour(v), linewidth=0.9, linestyle=DASHES)
+            ax.plot(n, count, **_marks(v))
+            fits = (fit_exponent(n, count), fit_exponent(*_large(N, y)))
+            handles.append(_legend_line(v, fits, counted))
+        ax.set(xscale="log", yscale="log", title=title, xlabel="N", ylabel=label)
+        _log2_axis(ax.xaxis, [m for m in (16, 256, 4096, 65536, MILLION) if m >= min(N)])
+        _bytes_axis(ax)
+        ax.set_ylim(top=ax.get_ylim()[1] * (300 if quantity == "total" else 30))
+        if counted:
+            ax.axvspan(min(plan.sizes), max(plan.sizes), color=BAND, linewidth=0)
+        heading = "slope, counted → predicted" if counted else "slope, predicted"
+        ax.legend(handles=handles, loc="upper left", title=heading, title_fontsize=7.8,
+                  alignment="left", handlelength=1.2, borderpad=0, labelspacing=0.3)  # fmt: skip
+    _key(figure, counted=counted, theory="leading term of the closed form")
+    caption = (
+        f"Bytes that warps issue to global memory (level: issued; not L2, not DRAM), one head, "
+        f"{setting}. {_source(plan, counted)} Slopes are fitted. ± is half the 95 % interval, "
+        f"which for exact counts says how far the points bend. Predicted slopes are over "
+        f"N ≥ 4,096. Extra memory is the size of the arrays beyond Q, K, V and O."
+    )
+    return Drawing(name, f"Growth with N: {setting}", caption, figure)
+
+
+def _large(N: Sequence[int], y: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The part of a curve where the leading term has won."""
+    kept = [(n, value) for n, value in zip(N, y, strict=True) if n >= tables.LARGE_N]
+    return [n for n, _ in kept], [value for _, value in kept]
+
+
+def _legend_line(v: Variant, fits: tuple[Fit | None, Fit | None], counted: bool) -> Line2D:
+    slopes = [
+        str(fits[0]) if counted and fits[0] else "",
+        f"{fits[1].slope:.2f}" if fits[1] else "",
+    ]
+    text = f"{v.label}: {' → '.join(s for s in slopes if s)}"
+    marks = {k: x for k, x in _marks(v).items() if k != "linestyle"} if counted else {}
+    return Line2D([], [], **{**marks, **_line(v)}, label=text)
+
+
+# (b) by array -------------------------------------------------------------------------------------
+
+
+def arrays(rows: Rows, plan: Plan) -> Drawing | None:
+    """What each array moves, stacked, for each method at one counted N and one large N."""
+    setting = plan.other or plan.setting
+    large = 16_384 if plan.other else max(plan.sizes) * 8
+    panels = [
+        (plan.bars_N, plan.setting, "counted"),
+        (large, setting, "predicted"),
+    ]
+    figure, axes = _figure(2, 2.7)
+    for ax, (N, s, source) in zip(axes, panels, strict=True):
+        found = {v: [r for r in tables.curve(rows, v, s, source) if r.n_q == N] for v in DRAWN}
+        if not any(found.values()):
+            return None
+        _bars(ax, found, hollow=source == "predicted")
+        ax.set_title(
+            f"{source.capitalize()}: N = {N:,}, d = {s.d}, tiles {s.tiling.B_r} × {s.tiling.B_c}"
+        )
+        ax.set_xlabel("bytes issued, loads and stores")
+    handles = [Patch(facecolor=c, label=name) for name, c in ARRAY_COLOURS.items()]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=7, handlelength=1, handleheight=1
+    )
+    caption = (
+        f"Bytes issued to global memory (level: issued) by array, one head, fp32. Left: counted on "
+        f"{plan.machine}. Right: predicted, drawn lighter. S and P vanish in both FlashAttentions. "
+        f"What FA1 spends on O and its statistics, FA2 does not. What remains in FA2 is K and V, "
+        f"streamed once for every query tile."
+    )
+    return Drawing("arrays", "Traffic by array", caption, figure)
+
+
+def _bars(ax: Any, found: dict[Variant, list[Traffic]], *, hollow: bool) -> None:
+    largest = max(tables.total(r) for r in found.values())
+    for place, rows in enumerate(found.values()):
+        left = 0.0
+        sums = tables.by_array(rows)
+        stats = sum(sums.get(n, 0) for n in ("l", "m", "L"))
+        for name, c in ARRAY_COLOURS.items():
+            width = stats if name == "l, m, L" else sums.get(name, 0)
+            ax.barh(place, width, left=left, height=0.66, color=c, alpha=0.6 if hollow else 1,
+                    edgecolor=PAPER, linewidth=0.5)  # fmt: skip
+            left += width
+        ax.text(
+            left + largest * 0.015,
+            place,
+            size(left) if rows else "not run",
+            va="center",
+            fontsize=8,
+        )
+    ax.set_yticks(range(len(found)), [v.label for v in found])
+    ax.invert_yaxis()
+    ax.set_xlim(0, largest * 1.17)
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+
+
+# (c) tiles ----------------------------------------------------------------------------------------
+
+
+def tile_sweep(rows: Rows, plan: Plan) -> Drawing | None:
+    """Loads of K and V against B_r, which divides them, and B_c, which does not matter."""
+    N, d, base = plan.tile_N, plan.setting.d, plan.tile_tilings
+    B_c, B_r = base[0].B_c, base[-1].B_r
+    found = {
+        source: tables.select(
+            rows, method="fa2", mask="none", n_q=N, n_k=N, d=d, dtype="fp32", batch=1, heads=1,
+            source=source, array=("K", "V"), op="load",
+        )
+        for source in ("predicted", "counted")
+    }  # fmt: skip
+    if not found["predicted"]:
+        return None
+    figure, axes = _figure(2, 3.0, sharey=True)
+    for ax, moving, fixed in (
+        (axes[0], "block_r", ("block_c", B_c)),
+        (axes[1], "block_c", ("block_r", B_r)),
+    ):
+        for source, face in (("predicted", "none"), ("counted", COLOURS["fa2"])):
+            sums: dict[int, int] = {}
+            for r in tables.select(found[source], **{fixed[0]: fixed[1]}):
+                x = getattr(r, moving)
+                sums[x] = sums.get(x, 0) + r.bytes
+            shape = {"markersize": 8, "mew": 1.2} if face == "none" else {"markersize": 4.5}
+            xs = sorted(sums)
+            ax.plot(xs, [sums[x] for x in xs], color=COLOURS["fa2"], marker="o", linestyle="",
+                    markerfacecolor=face, **shape)  # fmt: skip
+            if source == "predicted":
+                theory = [2 * N * N * d * 4 / (x if moving == "block_r" else B_r) for x in xs]
+                ax.plot(xs, theory, color=INK, linewidth=1, linestyle=DASHES)
+        ax.set(xscale="log", yscale="log")
+        _log2_axis(ax.xaxis, xs, lambda value: f"{value:.0f}")
+    axes[0].set(title=f"$B_r$ divides it ($B_c$ = {B_c})", xlabel="$B_r$, rows of a query tile")
+    axes[0].set_ylabel("K and V, bytes issued as loads")
+    axes[1].set(
+        title=f"$B_c$ does not matter ($B_r$ = {B_r})", xlabel="$B_c$, rows of a key/value tile"
+    )
+    axes[1].tick_params(labelleft=True)
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(low / 1.4, high * 1.4)
+    steps = sorted({r.bytes * 2 for r in found["predicted"]})
+    axes[0].yaxis.set_major_locator(FixedLocator(steps))
+    axes[0].yaxis.set_minor_locator(NullLocator())
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    dots: Any = {"color": COLOURS["fa2"], "marker": "o", "linestyle": ""}
+    handles = [
+        Line2D([], [], **dots, markersize=4.5, label="counted"),
+        Line2D([], [], **dots, markersize=8, markerfacecolor="none", label="predicted"),
+        Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="2 N² d / $B_r$ elements"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    caption = (
+        f"FlashAttention-2's K and V loads (level: issued) over tilings, one head, N = {N:,}, "
+        f"d = {d}, fp32. Filled: counted on {plan.machine}. Open: predicted. Each of the N / B_r "
+        f"query tiles loads all of K and V, 2 N² d / B_r elements together; how many keys it takes "
+        f"at a time changes nothing."
+    )
+    return Drawing("tiles", "Tile sizes", caption, figure)
+
+
+# (d) causal ---------------------------------------------------------------------------------------
+
+
+def causal_saving(rows: Rows, plan: Plan) -> Drawing | None:
+    """What the causal mask leaves: key tiles loaded, and bytes, as a share of the full ones."""
+    if not tables.curve(rows, Variant("fa2", True), plan.setting, "predicted"):
+        return None
+    square = plan.setting.tiling.B_r % plan.setting.tiling.B_c == 0  # tiles end on the diagonal
+    figure, axes = _figure(2, 3.1, sharey=True)
+    _shares(axes[0], rows, plan, ("fa2",), tables.visited_tiles)
+    _shares(
+        axes[1], rows, plan, tables.METHODS, lambda r: dict(zip(*tables.over_N(r), strict=True))
+    )
+    _tile_labels(axes[0], rows, plan)
+    first = min(plan.sizes) // plan.setting.tiling.B_r
+    for ax in axes:
+        T = [first * 2 ** (n / 8) for n in range(8 * 13) if first * 2 ** (n / 8) <= MOST_TILES]
+        if square:
+            ax.plot(T, [(t + 1) / (2 * t) for t in T], color=INK, linewidth=1, linestyle=DASHES)
+        ax.set(xscale="log", xlabel="T = N / $B_r$, query tiles", ylim=(0.42, 1.06))
+        _log2_axis(ax.xaxis, [t for t in (1, 4, 16, 64, 256, 1024) if t >= first], "{:.0f}".format)
+        ax.set_xlim(first / 1.3, MOST_TILES * 5)
+    axes[0].set(title="Tiles visited", ylabel="causal / full, issued loads of K")
+    axes[1].set(title="All bytes", ylabel="causal / full, bytes issued")
+    axes[1].tick_params(labelleft=True)
+    counted = bool(tables.curve(rows, Variant("fa2", True), plan.setting, "counted"))
+    _key(figure, counted=counted, theory="T (T + 1) / 2 of T² tiles")
+    caption = (
+        f"What skipping the tiles above the diagonal leaves (level: issued), one head, "
+        f"{plan.setting}. Left: B_r × B_r tiles of S for which FlashAttention-2 loads keys. "
+        f"Right: all loads and stores. {_source(plan, counted)} The share nears one half as T "
+        f"grows, and at T = 1 nothing is saved. Bytes lag behind tiles, because Q, O and L are "
+        f"not saved. Standard attention computes and stores every masked score."
+    )
+    return Drawing("causal", "Causal saving", caption, figure)
+
+
+MOST_TILES = 1024
+
+
+def _shares(ax: Any, rows: Rows, plan: Plan, methods: Sequence[str], quantity: Any) -> None:
+    """Causal over full of a quantity ``rows -> {N: number}``, against the number of tiles."""
+    B_r = plan.setting.tiling.B_r
+    for method in methods:
+        v = Variant(method)
+        for source, look in (("predicted", _line(v)), ("counted", _marks(v))):
+            full, causal = (
+                quantity(tables.curve(rows, Variant(method, c), plan.setting, source))
+                for c in (False, True)
+            )
+            N = sorted(n for n in full if n in causal and n % B_r == 0 and n // B_r <= MOST_TILES)
+            T, share = [n // B_r for n in N], [causal[n] / full[n] for n in N]
+            ax.plot(T, share, **{**look, "linewidth": 3 if method == "fa1" else 1.2})
+            if source == "predicted" and T:
+                up = {"fa1": 5, "fa2": -5}.get(method, 0) if len(methods) > 1 else 0
+                ax.annotate(v.label, (T[-1], share[-1]), xytext=(5, up), color=colour(v),
+                            textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+
+
+def _tile_labels(ax: Any, rows: Rows, plan: Plan) -> None:
+    """At the first counted points, the tiles themselves: 36 of 64."""
+    full, causal = (
+        tables.visited_tiles(tables.curve(rows, Variant("fa2", c), plan.setting, "counted"))
+        for c in (False, True)
+    )
+    for N in sorted(n for n in full if n in causal)[:8]:
+        T = N // plan.setting.tiling.B_r
+        if T & (T - 1) == 0:
+            text, at = f"{causal[N]:.0f} of {full[N]:.0f}", (T, causal[N] / full[N])
+            ax.annotate(text, at, xytext=(6, 2), textcoords="offset points", fontsize=7.5)

@@ -1,0 +1,433 @@
+"""``fa2-numba report | check | io | example | doctor``.
+
+Nothing that imports Numba is imported before a command needs it: `doctor` must work where Numba
+does not, and without a GPU the simulator has to be switched on first.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fa2_numba.accounting.inputs import Inputs
+    from fa2_numba.accounting.sweep import Experiment, Sweep
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+SIMULATOR = "NUMBA_ENABLE_CUDASIM"
+
+
+class Refusal(Exception):
+    """What the user gave cannot be used; the message is one line that names it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        Default: the process's arguments.
+
+    Returns
+    -------
+    int
+        0: done and exact. 1: an output is not exact, a count differs, or doctor found a failure.
+        2: what was given cannot be used, said in one line on stderr. 130: interrupted.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    try:
+        return int(arguments.run(arguments))
+    except Refusal as error:
+        print(f"fa2-numba {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print(f"fa2-numba {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fa2-numba",
+        description="FlashAttention in Numba CUDA: exact outputs, and every byte that they move, "
+        "predicted and counted. Runs on a CUDA GPU, else on Numba's simulator.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        new = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        new.set_defaults(run=run)
+        new.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
+        return new
+
+    report = command("report", run_report, "count, predict and check every method; write a report")
+    report.add_argument(
+        "--input", metavar="FILE", nargs="+", help="real input instead of the shipped, as for check"
+    )
+    report.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=Path("fa2_report"),
+        help="folder to write (default: %(default)s)",
+    )
+
+    check = command("check", run_check, "check every method's output on your own arrays")
+    check.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="+",
+        help=".npz or .safetensors with q, k, v and perhaps mask (bool, True = visible) and out, "
+        "alone or with a prefix; or one .npy with q, k, v stacked; or three .npy files q k v",
+    )
+    check.add_argument(
+        "--all", action="store_true", help="on the simulator too: the whole input, in any time"
+    )
+    check.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(d))")
+
+    io = command("io", run_io, "what one shape moves: predicted and, where it can run, counted")
+    for flag, text, default in (
+        ("--n", "query rows N_q", None),
+        ("--n-k", "keys N_k (default: N_q)", None),
+        ("--d", "head dimension", 64),
+        ("--heads", "query heads", 1),
+        ("--heads-kv", "key/value heads (default: as query heads)", None),
+        ("--batch", "batch size", 1),
+        ("--block-r", "B_r, rows of a query tile", None),
+        ("--block-c", "B_c, rows of a key/value tile", None),
+    ):
+        shown = text if default is None else f"{text} (default: {default})"
+        io.add_argument(
+            flag, type=int, default=default, required=flag == "--n", metavar="INT", help=shown
+        )
+    io.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), default="fp32")
+    for new in (check, io):
+        new.add_argument(
+            "--method", choices=("standard", "fa1", "fa2"), help="default: every method"
+        )
+        new.add_argument("--causal", action="store_true", help="key j is visible to rows i >= j")
+        new.add_argument(
+            "--window",
+            type=_window,
+            metavar="LEFT,RIGHT",
+            help="keys a row sees on either side of itself; -1: all",
+        )
+
+    command("example", run_example, "a small example, every inner step shown")
+    command("doctor", run_doctor, "what this machine has, and what to do next")
+    return parser
+
+
+def _window(text: str) -> tuple[int, int]:
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, accepted are two integers: LEFT,RIGHT"
+        ) from None
+    return left, right
+
+
+# Output -------------------------------------------------------------------------------------------
+
+
+def _consoles() -> tuple["Console", "Console"]:
+    """For stdout and stderr; a pipe is as wide as the tables need."""
+    from rich.console import Console
+
+    def console(stream: Any) -> Console:
+        return Console(file=stream, width=None if stream.isatty() else 140, highlight=False)
+
+    return console(sys.stdout), console(sys.stderr)
+
+
+def _print_json(rows: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    print(f"[\n{lines}\n]" if rows else "[]")
+
+
+# Machine ------------------------------------------------------------------------------------------
+
+
+def _choose_backend(errors: "Console") -> str:
+    """Switch the simulator on if no GPU can be used, before Numba is imported; say which it is."""
+    from fa2_numba import doctor
+
+    os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # small grids are meant here
+    if "numba" not in sys.modules and not doctor.gpu_usable():
+        setting = os.environ.get(SIMULATOR)
+        if setting is None:
+            os.environ[SIMULATOR] = "1"
+            errors.print("no GPU: simulator")
+        elif setting == "0":
+            raise Refusal(
+                f"{SIMULATOR}: got 0 where no GPU can be used, accepted are 1 and not set; "
+                "fa2-numba doctor says why"
+            )
+    with _refusals():
+        from fa2_numba.accounting.sweep import here
+
+        return here()[0]
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Say what the API refuses as the user's error."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise Refusal(str(error)) from error
+
+
+def _read(files: Sequence[str]) -> list["Inputs"]:
+    from fa2_numba.accounting.inputs import InputError, read
+
+    try:
+        return read(files)
+    except InputError as error:
+        raise Refusal(str(error)) from error
+
+
+# report -------------------------------------------------------------------------------------------
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Sweep, then write the folder; an interrupted sweep keeps its finished part."""
+    out, errors = _consoles()
+    inputs = _read(arguments.input) if arguments.input else None
+    folder: Path = arguments.output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(f"--output: {folder} cannot be made: {error.strerror}") from error
+    _choose_backend(errors)
+
+    from fa2_numba.accounting import report, tables, terminal
+    from fa2_numba.accounting.sweep import start
+
+    sweep = start(inputs)
+    _show_progress(sweep, errors)
+    if sweep.stopped:
+        errors.print(
+            f"{sweep.stopped} after {sweep.done} of {sweep.total} experiments: the report has those"
+        )
+    index = report.write(sweep, folder)
+    if arguments.json:
+        _print_json([row.as_dict() for row in sweep.table])
+    else:
+        out.print(terminal.summary(sweep, tables.growth(sweep.table, sweep.plan.setting)))
+        for line in (*sorted({e.input for e in sweep.exactness if " (" in e.input}), *sweep.notes):
+            out.print(line, soft_wrap=True)
+        out.print(f"{_verdict(sweep)} {sweep.seconds:.0f} s. Report: {index}", soft_wrap=True)
+    if sweep.stopped:
+        return INTERRUPTED
+    return OK if sweep.all_exact and sweep.all_equal else WRONG
+
+
+def _show_progress(sweep: "Sweep", errors: "Console") -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with (
+        _interrupt_on_terminate(),
+        Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar,
+    ):
+        task = bar.add_task("", total=None)
+        try:
+            for label in sweep.run():
+                bar.update(task, total=sweep.total, completed=sweep.done, description=label)
+        except KeyboardInterrupt:
+            sweep.stopped = "Interrupted"
+
+
+@contextlib.contextmanager
+def _interrupt_on_terminate() -> Iterator[None]:
+    """Let SIGTERM (a job's time limit) end the sweep as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _verdict(sweep: "Sweep") -> str:
+    rows = sum(c.rows for c in sweep.comparisons)
+    wrong = sum(c.differences for c in sweep.comparisons)
+    exact = sum(e.exact for e in sweep.exactness)
+    return (
+        f"{exact} of {len(sweep.exactness)} outputs exact, {rows - wrong:,} of {rows:,} counted "
+        f"rows equal to their prediction ({sweep.plan.machine})."
+    )
+
+
+# check --------------------------------------------------------------------------------------------
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Run methods on the user's arrays and compare outputs with the reference."""
+    out, errors = _consoles()
+    inputs = _read(arguments.file)
+    backend = _choose_backend(errors)
+
+    from fa2_numba.accounting import sweep, terminal
+
+    limits = sweep.SIMULATED_PART if backend == "simulator" and not arguments.all else None
+    problem = {"causal": arguments.causal, "window": arguments.window, "scale": arguments.scale}
+    found, good = [], True
+    for whole in inputs:
+        part = sweep.cut(whole, limits)
+        if part.part:
+            errors.print(f"{part.name}: {part.part} only, --all for everything")
+        data = sweep.real_data(part, problem)
+        for method in _methods(arguments):
+            run = _run(sweep.Experiment(method, data, None), errors)
+            if run is not None:
+                found.append(run.exactness)
+                good &= run.exactness.exact
+        if whole.out is not None:
+            found.append(sweep.given_out(whole, problem))
+    if arguments.json:
+        _print_json([e.as_dict() for e in found])
+    else:
+        out.print(terminal.exactness(found))
+        for e in found:
+            if e.message:
+                out.print(f"{e.method}, {e.input}: {e.message}", soft_wrap=True)
+    return OK if good else WRONG
+
+
+def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
+    from fa2_numba.accounting.tables import METHODS
+
+    return (arguments.method,) if arguments.method else METHODS
+
+
+def _run(experiment: "Experiment", errors: "Console") -> Any:
+    """The result of an experiment, or None with the reason on stderr."""
+    from fa2_numba.accounting.sweep import obstacle
+
+    reason = obstacle(experiment)
+    if reason:
+        errors.print(f"{experiment.label}: not run, {reason}")
+        return None
+    with _refusals():
+        return experiment.run()
+
+
+# io -----------------------------------------------------------------------------------------------
+
+
+def run_io(arguments: argparse.Namespace) -> int:
+    """Predict one shape, and count it if it can run here."""
+    out, errors = _consoles()
+    given = arguments
+    backend = _choose_backend(errors)
+
+    from fa2_numba.accounting import shapes, terminal
+    from fa2_numba.traffic import differences
+
+    with _refusals():
+        shape = shapes.Shape(
+            given.batch,
+            given.heads,
+            given.heads if given.heads_kv is None else given.heads_kv,
+            given.n,
+            given.n if given.n_k is None else given.n_k,
+            given.d,
+            given.dtype,
+            given.causal,
+            given.window,
+        )
+        tilings = {
+            method: shapes.tiling_with(
+                given.block_r, given.block_c, shapes.default_tiling(shape, method, backend)
+            )
+            for method in _methods(given)
+        }
+    rows, equal = [], True
+    for method, tiling in tilings.items():
+        predicted, counted = shape.predict(method, tiling), None
+        reason = shape.obstacle(method, tiling)
+        if not reason:
+            counted, predicted = shape.count(method, tiling)
+            equal &= not differences(counted, predicted)
+        rows += [*predicted, *(counted or ())]
+        if not given.json:
+            title = f"{method}: {shape}, tiles {tiling.B_r} × {tiling.B_c}"
+            out.print(terminal.traffic(title, predicted, counted))
+            out.print(f"not counted: {reason}\n" if reason else "")
+    if given.json:
+        _print_json([row.as_dict() for row in rows])
+    return OK if equal else WRONG
+
+
+# example ------------------------------------------------------------------------------------------
+
+
+def run_example(arguments: argparse.Namespace) -> int:
+    """The worked example by hand, then by the kernel, and how far they are apart."""
+    out, errors = _consoles()
+    _choose_backend(errors)
+
+    from fa2_numba.accounting import example, terminal
+
+    steps, rows = example.trace(), example.agreement()
+    if arguments.json:
+        _print_json([*map(terminal.step_row, steps), *(row.as_dict() for row in rows)])
+    else:
+        out.print(example.INTRODUCTION, soft_wrap=True)
+        for step in steps:
+            out.print(terminal.step(step), soft_wrap=True)
+        out.print(terminal.exactness(rows))
+    return OK if all(row.exact for row in rows) else WRONG
+
+
+# doctor -------------------------------------------------------------------------------------------
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis; 1 if something has to be mended first."""
+    from dataclasses import asdict
+
+    from fa2_numba.doctor import diagnose
+
+    found = diagnose()
+    if arguments.json:
+        _print_json([asdict(finding) for finding in found])
+    else:
+        from fa2_numba.accounting.diagnosis import findings
+
+        _consoles()[0].print(findings(found))
+    return WRONG if any(finding.status == "fail" for finding in found) else OK

@@ -1,0 +1,766 @@
+"""What attention moves, predicted as integers before any kernel runs.
+
+`predict` gives the rows that the counting kernels give, number for number: elements, bytes, warp
+requests and 32-byte sectors of every array in every phase. It takes no time that grows with N^2,
+because a phase repeats one access pattern on many tiles:
+
+* a `Pattern` says which element of a tile each lane accesses, warp instruction by instruction;
+* what that touches depends on the tile only through its valid rows and columns and through the byte
+  of a sector at which it starts;
+* `sweep` counts the visits that start at each of the 32 bytes, and multiplies.
+
+`_fa2`, `_fa1` and `_standard` then read as lists of their phases. Which tiles are visited is asked
+of the mask's own functions (`masking.tile_functions`), called on the host.
+
+`closed_form` has the element counts as the papers' formulas; `theta`, `theorem_2`, `lower_bound`
+and `compulsory` have their bounds.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa2_numba import masking
+from fa2_numba.masking import EMPTY, FULL, UNCHANGED, Table, tile_functions
+from fa2_numba.problem import METHODS, Layout, Problem
+from fa2_numba.tiling import Tiling, ceil_div
+from fa2_numba.traffic import Traffic
+
+WARP = 32  # lanes
+SECTOR = 32  # bytes
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Counts = tuple[int, int, int]  # elements, requests, sectors
+
+
+def predict(problem: Problem) -> list[Traffic]:
+    """The traffic rows of a problem, as `api.measure` counts them.
+
+    Parameters
+    ----------
+    problem : Problem
+        Any method, dtype, shape, mask, score change, tiling and layouts. An array without a layout
+        is contiguous and starts at a multiple of 32 bytes. Besides Q, K, V, O and L, layouts may
+        place S, P, l, m, O_acc and the mask's arrays: "mask" (four axes, of size 1 where it
+        broadcasts), "document start" and "document end" (batch or 1, N_k).
+
+    Returns
+    -------
+    list of Traffic
+        Level "issued", source "predicted"; rows of zeros are left out.
+
+    Raises
+    ------
+    ValueError
+        A custom mask or score change has a `Table`: only its author knows which lane reads what.
+    """
+    moves, mask = _Moves(problem), _Mask(problem)
+    _tile_map(moves, mask)
+    if problem.B * problem.H * problem.N_q:
+        {"standard": _standard, "fa1": _fa1, "fa2": _fa2}[problem.method](moves, mask)
+    return moves.rows()
+
+
+def total(rows: Iterable[Traffic], field: str = "bytes", **filters: Any) -> int:
+    """Sum of one column over the rows whose columns equal `filters`: ``total(rows, op="load")``."""
+    chosen = (r for r in rows if all(getattr(r, name) == x for name, x in filters.items()))
+    return sum(getattr(row, field) for row in chosen)
+
+
+# ---- the methods, phase by phase --------------------------------------------------------------
+
+
+def _fa2(moves: "_Moves", mask: "_Mask") -> None:
+    """Q_i once a block, K_j and V_j once a visit, O_i and L_i in the epilogue."""
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j, O_i = Pattern.of_Q(p), Pattern.of_K(p), Pattern.of_O(p, p.store_width)
+    visits = mask.visits()
+
+    _slopes(moves, blocks=p.B * p.H * t.T_r(p.N_q))
+    _tile_range(moves, mask, times=1)
+    tiles("Q", "load Q_i", "load", Q_i)
+    _tile_kind(moves, mask, visits)
+    tiles("K", "load K_j, V_j", "load", K_j, visits.per_column)
+    tiles("V", "load K_j, V_j", "load", K_j, visits.per_column)
+    _finish_scores(moves, mask, visits)
+    tiles("O", "epilogue", "store", O_i)
+    tiles("L", "epilogue", "store", Pattern.registers(t))
+
+
+def _fa1(moves: "_Moves", mask: "_Mask") -> None:
+    """K_j and V_j once, Q_i once a visit, O_i, l_i and m_i loaded and stored once a visit."""
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j, O_i = Pattern.of_Q(p), Pattern.of_K(p), Pattern.of_O(p, p.o_acc_width)
+    O_rows = Pattern.copy(t.B_r, p.d, t.threads, p.o_row_width)
+    rows = Pattern.copy(t.B_r, 1, t.threads)
+    visits = mask.visits()
+    visited = (visits.per_column > 0).astype(np.int64)
+
+    tiles(p.o_acc_name, "init", "store", O_rows)
+    tiles("l", "init", "store", rows)
+    tiles("m", "init", "store", rows)
+
+    _slopes(moves, blocks=p.B * p.H if p.N_k else 0)
+    _tile_range(moves, mask, times=t.T_c(p.N_k))
+    _tile_kind(moves, mask, visits)
+    tiles("K", "load K_j, V_j", "load", K_j, visited)
+    tiles("V", "load K_j, V_j", "load", K_j, visited)
+    tiles("Q", "load Q_i", "load", Q_i, visits.per_row)
+    _finish_scores(moves, mask, visits)
+    for op in ("load", "store"):
+        tiles("m", "rescale O_i", op, Pattern.registers(t), visits.per_row)
+        tiles("l", "rescale O_i", op, Pattern.registers(t), visits.per_row)
+        tiles(p.o_acc_name, "rescale O_i", op, O_i, visits.per_row)
+
+    if p.rounds:
+        tiles("O_acc", "finish", "load", O_rows)
+        tiles("O", "finish", "store", O_rows)
+    tiles("l", "finish", "load", rows)
+    tiles("m", "finish", "load", rows)
+    tiles("L", "finish", "store", rows)
+
+
+def _standard(moves: "_Moves", mask: "_Mask") -> None:
+    """S stored once and loaded twice, P stored and loaded once; Q, K and V again for each tile."""
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j, O_i = Pattern.of_Q(p), Pattern.of_K(p), Pattern.of_O(p, p.store_width)
+    P_ij = Pattern.copy(t.B_r, t.B_c, t.threads, p.p_width)
+    row = Pattern.copy(1, WARP * p.p_width, WARP, p.p_width)  # a warp's step along a row
+    T_r, T_c = t.T_r(p.N_q), t.T_c(p.N_k)
+
+    _slopes(moves, blocks=p.B * p.H * T_r * T_c)
+    tiles("Q", "S = Q K^T", "load", Q_i, _each(T_c))
+    tiles("K", "S = Q K^T", "load", K_j, _each(T_r))
+    _finish_scores(moves, mask, mask.every_tile())
+    tiles("S", "S = Q K^T", "store", Pattern.registers(t, t.R_c))
+
+    tiles("S", "row max and sum", "load", row)
+    tiles("S", "normalise", "load", row)
+    tiles("P", "normalise", "store", row)
+    tiles("L", "normalise", "store", Pattern.copy(1, 1, 1))
+
+    tiles("P", "O = P V", "load", P_ij)
+    tiles("V", "O = P V", "load", K_j, _each(T_r))
+    tiles("O", "O = P V", "store", O_i)
+
+
+# ---- what masks and score changes read --------------------------------------------------------
+
+
+def _tile_map(moves: "_Moves", mask: "_Mask") -> None:
+    """Boolean: each element of the mask once, and one byte stored a tile."""
+    t = moves.problem.tiling
+    for layout in mask.layouts.values():
+        B, H, N_q, N_k = layout.shape
+        tiles = B * H * t.T_r(N_q) * t.T_c(N_k)
+        counts = sweep(Pattern.copy(t.B_r, t.B_c, t.threads), layout, H)
+        moves.add("mask", "tile map", "load", 1, counts)
+        moves.add("tile map", "tile map", "store", 1, (tiles, tiles, tiles))
+
+
+def _slopes(moves: "_Moves", blocks: int) -> None:
+    """ALiBi: every thread of a block reads the slope of its head, at the start."""
+    score = moves.problem.score
+    for table in _slope_tables(score.change, score.args):
+        moves.block(table.name, "load slopes", table.values.itemsize, blocks)
+
+
+def _slope_tables(change: Any, args: tuple[Any, ...]) -> Iterator[Table]:
+    if isinstance(change, masking._Sequence):
+        yield from _slope_tables(change.a, args[0])
+        yield from _slope_tables(change.b, args[1])
+    elif change is masking._ALIBI:
+        yield args[0]
+    else:
+        _check_no_table(args)
+
+
+def _check_no_table(args: tuple[Any, ...]) -> None:
+    for arg in args:
+        if isinstance(arg, Table):
+            raise ValueError(
+                f"table {arg.name!r} of a custom function: got no prediction for it, accepted: "
+                "documents and alibi; only the function's author knows which lane reads what"
+            )
+
+
+def _tile_range(moves: "_Moves", mask: "_Mask", times: int) -> None:
+    """Documents: every thread reads the bounds of the first and last row, `times` a row tile."""
+    p = moves.problem
+    rows = sum(int((i >= 0).sum()) for i in mask.ends)  # a row before the keys reads nothing
+    for table in mask.tables:
+        moves.block(table.name, "tile range", table.values.itemsize, times * p.B * p.H * rows)
+
+
+def _tile_kind(moves: "_Moves", mask: "_Mask", visits: "Visits") -> None:
+    """Boolean: every thread reads the tile map, for each tile in range."""
+    for _ in mask.layouts:
+        moves.block("tile map", "mask", 1, int(visits.asked.sum()) * mask.copies)
+
+
+def _finish_scores(moves: "_Moves", mask: "_Mask", visits: "Visits") -> None:
+    """In a tile that is not FULL: documents, the row's bounds; boolean, the score's own element.
+
+    A score change asks for the bounds in FULL tiles too (`tile.score_finisher`).
+    """
+    p, t = moves.problem, moves.problem.tiling
+    bounds_asked = visits.masked if p.score.change is UNCHANGED else visits.per_row
+    for table in mask.tables:
+        place = _layout(p, table.name, table.values)
+        s_b, s_i = place.strides
+        layout = Layout(
+            (p.B, 1, p.N_q, t.n_c),  # the n_c lanes of a row read the same element
+            (s_b if len(table.values) > 1 else 0, 0, s_i, 0),
+            place.itemsize,
+            place.address + (p.N_k - p.N_q) * s_i,
+        )
+        first_row = max(p.N_q - p.N_k, 0)  # the rows before it precede the keys
+        counts = sweep(Pattern.registers(t), layout, p.H, bounds_asked, first_row)
+        moves.add(table.name, "mask", "load", place.itemsize, counts)
+    for part in mask.layouts:
+        moves.add("mask", "mask", "load", 1, mask.reads(part, visits.masked_tiles))
+
+
+# ---- one tile's accesses ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which element of a tile each lane accesses.
+
+    Attributes
+    ----------
+    row, column : int arrays, (warp instructions, 32)
+        Each lane's element; a lane outside the valid part of the tile is idle.
+    shape : (rows, columns)
+        Size of the tile.
+    width : int
+        Neighbours along the row that move together.
+    """
+
+    row: Ints
+    column: Ints
+    shape: tuple[int, int]
+    width: int = 1
+
+    @classmethod
+    def copy(cls, rows: int, columns: int, threads: int, width: int = 1) -> "Pattern":
+        """Neighbouring threads take neighbouring pieces, row after row (`tile.loader`)."""
+        pieces = columns // width
+        piece = np.arange(ceil_div(rows * pieces, threads) * threads)
+        row, column = piece // pieces, piece % pieces * width
+        return cls(_warps(row, threads), _warps(column, threads), (rows, columns), width)
+
+    @classmethod
+    def registers(cls, tiling: Tiling, groups: int = 1, C: int = 1, width: int = 1) -> "Pattern":
+        """Each thread takes its register tile: rows ty + r*n_r, columns C*(tx + g*n_c) + c.
+
+        On a matrix of one column (L, l, m) that is the lane tx = 0 of each row.
+        """
+        n_r, n_c, threads = tiling.n_r, tiling.n_c, tiling.threads
+        loops = range(tiling.R_r), range(groups), range(0, C, width), range(threads)
+        r, g, c, tid = np.meshgrid(*loops, indexing="ij")
+        row, column = tid // n_c + r * n_r, C * (tid % n_c + g * n_c) + c
+        shape = (tiling.B_r, C * groups * n_c)
+        return cls(_warps(row, threads), _warps(column, threads), shape, width)
+
+    @classmethod
+    def of_Q(cls, problem: Problem) -> "Pattern":
+        """Load of a tile of Q."""
+        t = problem.tiling
+        return cls.copy(t.B_r, problem.d, t.threads, problem.load_width)
+
+    @classmethod
+    def of_K(cls, problem: Problem) -> "Pattern":
+        """Load of a tile of K or V."""
+        t = problem.tiling
+        return cls.copy(t.B_c, problem.d, t.threads, problem.load_width)
+
+    @classmethod
+    def of_O(cls, problem: Problem, width: int) -> "Pattern":
+        """The register tile of O."""
+        C, groups = problem.tiling.columns_of_O(problem.d, problem.dtype)
+        return cls.registers(problem.tiling, groups, C, width)
+
+    def counts(
+        self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
+    ) -> Counts:
+        """What visits to tiles move, of which ``starts[k]`` begin at byte k of a sector.
+
+        `strides` are the bytes from row to row and from column to column; valid are the rows
+        ``rows[0] <= row < rows[1]`` and the first `columns` columns.
+        """
+        active = (self.row >= rows[0]) & (self.row < rows[1]) & (self.column < columns)
+        offset = self.row * strides[0] + self.column * strides[1]
+        visits = sum(starts)
+        return (
+            visits * self.width * int(active.sum()),
+            visits * int(active.any(axis=-1).sum()),
+            sum(n * _sectors(offset + byte, active) for byte, n in enumerate(starts) if n),
+        )
+
+
+def _warps(place: Ints, threads: int) -> Ints:
+    """`place`, its last axis the threads of a block, by warp; lanes without a thread get -1."""
+    place = place.reshape(-1, threads)
+    missing = np.full((len(place), -threads % WARP), -1)
+    return np.concatenate([place, missing], axis=1).reshape(-1, WARP)
+
+
+def _sectors(address: Ints, active: Bools) -> int:
+    """Distinct sectors among the active lanes (last axis), added up over warp instructions."""
+    nowhere = np.iinfo(np.int64).max
+    sector = np.sort(np.where(active, address // SECTOR, nowhere), axis=-1)
+    distinct = (sector[..., 1:] != sector[..., :-1]).sum() + sector[..., 0].size
+    return int(distinct - (sector[..., -1] == nowhere).sum())
+
+
+# ---- all tiles of an array --------------------------------------------------------------------
+
+
+def _each(n: int) -> Ints:
+    """Visits (B, H, tiles), an axis of size 1 standing for all: n each."""
+    return np.full((1, 1, 1), n, np.int64)
+
+
+def sweep(
+    pattern: Pattern, layout: Layout, heads: int, visits: Ints | None = None, first_row: int = 0
+) -> Counts:
+    """Lay a pattern on every tile of an array.
+
+    Parameters
+    ----------
+    pattern : Pattern
+        The accesses of one visit.
+    layout : Layout
+        Of the array, (B, H_a, N, M); its tiles are cut along N and M.
+    heads : int
+        Query heads H; head h visits head ``h // (H // H_a)`` of the array.
+    visits : int array, (B, H, tiles along N), optional
+        How often each is visited; an axis of size 1 stands for all. Default: once.
+    first_row : int
+        No access before this row.
+    """
+    (B, H_a, N, M), (s_b, s_h, s_row, s_column) = layout.shape, layout.strides
+    rows, columns = pattern.shape
+    visits = _each(1) if visits is None else visits
+    group = heads // H_a if H_a else 0
+    split = (H_a, group) if visits.shape[1] > 1 else (1, 1)
+    visits = visits.reshape(visits.shape[0], *split, visits.shape[2], 1)
+    sums = [0, 0, 0]
+    for i, i_end, *valid_rows in _runs(N, rows, min(first_row, N)):
+        here = visits if visits.shape[3] == 1 else visits[:, :, :, i:i_end]
+        for j, j_end, _, valid_columns in _runs(M, columns):
+            axes = [(B, s_b), (H_a, s_h), (group, 0)]
+            axes += [(i_end - i, rows * s_row), (j_end - j, columns * s_column)]
+            address = layout.address + i * rows * s_row + j * columns * s_column
+            valid = (valid_rows[0], valid_rows[1]), valid_columns
+            counts = pattern.counts((s_row, s_column), *valid, _starts(here, axes, address))
+            sums = [a + b for a, b in zip(sums, counts, strict=True)]
+    return sums[0], sums[1], sums[2]
+
+
+def _runs(N: int, size: int, first: int = 0) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of tiles alike: (tile, end tile, first valid row of each, end of its valid rows)."""
+    edges = {0, first // size, ceil_div(first, size), N // size, ceil_div(N, size)}
+    for tile, end in pairwise(sorted(edges)):
+        row = tile * size
+        yield tile, end, min(max(first - row, 0), size), min(N - row, size)
+
+
+def _starts(visits: Ints, axes: list[tuple[int, int]], address: int) -> list[int]:
+    """How many visits start at each byte of a sector.
+
+    Place (x, y, ...) starts at ``address + x*step_x + y*step_y + ...``; `axes` are the pairs
+    (n, step). Along an axis, places ``32 / gcd(step, 32)`` apart start at the same byte.
+    """
+    start = np.array(address % SECTOR)
+    for axis, (n, step) in enumerate(axes):
+        period = SECTOR // math.gcd(step, SECTOR)
+        place = np.arange(period)
+        start = start[..., None] + place * (step % SECTOR)
+        if visits.shape[axis] == 1:
+            alike = (n - place + period - 1) // period
+            visits = visits * alike.reshape(-1, *(1,) * (visits.ndim - axis - 1))
+        else:
+            lead = (slice(None),) * axis
+            every = [visits[(*lead, slice(x, None, period))].sum(axis) for x in range(period)]
+            visits = np.stack(every, axis)
+    starts = np.zeros(SECTOR, np.int64)
+    np.add.at(starts, start % SECTOR, visits)
+    return [int(n) for n in starts]
+
+
+# ---- what a mask lets a kernel visit ----------------------------------------------------------
+
+_UNIFORM = (  # masks alike in all batches and heads
+    masking._NONE, masking._CAUSAL, masking._CAUSAL_SKIP, masking._WINDOW, masking._PREFIX
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """The tiles (i, j) that a method visits; an axis of size 1 stands for all batches or heads.
+
+    Attributes
+    ----------
+    per_row : (B, H, T_r)
+        Key tiles visited by row tile i.
+    per_column : (B, H, T_c)
+        Row tiles that visit key tile j.
+    masked : (B, H, T_r)
+        Those of `per_row` that are not FULL.
+    asked : (B, H, T_r)
+        Key tiles whose kind is asked.
+    masked_tiles : dict of (b, h) to bool (T_r, T_c)
+        `masked` tile by tile, for masks that are no intervals.
+    """
+
+    per_row: Ints
+    per_column: Ints
+    masked: Ints
+    asked: Ints
+    masked_tiles: dict[tuple[int, int], Bools]
+
+
+class _Mask:
+    """A problem's mask, its functions called on the host.
+
+    Attributes
+    ----------
+    parts : list of (rule, args)
+        The masks that are joined, in the order in which a score asks them.
+    args : tuple
+        Their arguments as the joined functions take them.
+    tables : list of Table
+        Documents.
+    layouts : dict
+        Number of a boolean part to the place of its array, of size 1 along the axes it broadcasts.
+    batches, heads : int
+        How many may differ, 1 or all.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.parts: list[tuple[Any, tuple[Any, ...]]] = []
+        self.tables: list[Table] = []
+        self.layouts: dict[int, Layout] = {}
+        self.batches = self.heads = 1
+        self.args = self._add(problem.mask.rule, problem.mask.args)
+        t = problem.tiling
+        functions = tile_functions(problem.mask.rule, t.B_r, t.B_c, lambda f: f)
+        self.tile_range, _, (self.row_bounds, _) = functions
+
+    def _add(self, rule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note a mask, or those that it joins; returns its arguments with arrays on the host."""
+        if isinstance(rule, masking._Joined):
+            return self._add(rule.a, args[0]), self._add(rule.b, args[1])
+        p, t, batches, heads = self.problem, self.problem.tiling, False, False
+        if rule is masking._BOOLEAN:
+            visible = np.asarray(args[0].values)
+            visible = visible.reshape((1,) * (4 - visible.ndim) + visible.shape) != 0
+            batches, heads = (n > 1 for n in visible.shape[:2])
+            self.layouts[len(self.parts)] = _layout(p, "mask", visible)
+            args = (
+                np.broadcast_to(visible, (p.B, p.H, p.N_q, p.N_k)),
+                np.broadcast_to(_kinds(visible, t), (p.B, p.H, t.T_r(p.N_q), t.T_c(p.N_k))),
+                *(t.B_r, t.B_c, p.N_k - p.N_q),
+            )
+        elif rule is masking._DOCUMENTS:
+            self.tables += args
+            args = tuple(table.values for table in args)
+            batches = len(args[0]) > 1
+        else:
+            _check_no_table(args)
+            batches = heads = rule not in _UNIFORM
+        self.batches = p.B if batches else self.batches
+        self.heads = p.H if heads else self.heads
+        self.parts.append((rule, args))
+        return args
+
+    @property
+    def copies(self) -> int:
+        """Batches and heads for which one of those that may differ stands."""
+        return (self.problem.B // self.batches) * (self.problem.H // self.heads)
+
+    @property
+    def ends(self) -> tuple[Ints, Ints]:
+        """Position on the key axis of the first and of the last row of each row tile."""
+        p, B_r = self.problem, self.problem.tiling.B_r
+        first = np.arange(0, p.N_q, B_r) + p.N_k - p.N_q
+        return first, np.minimum(first + B_r, p.N_k) - 1
+
+    def every_tile(self) -> Visits:
+        """All tiles, masked score by score: standard attention."""
+        p, t = self.problem, self.problem.tiling
+        T_r, T_c = t.T_r(p.N_q), t.T_c(p.N_k)
+        tiles = dict.fromkeys(np.ndindex(self.batches, self.heads), np.ones((T_r, T_c), bool))
+        return Visits(_each(T_c), _each(T_r), _each(T_c), _each(0), tiles if self.layouts else {})
+
+    def visits(self) -> Visits:
+        """The tiles in the range of their row tile that are not EMPTY: fa1 and fa2."""
+        p, B_c, differ = self.problem, self.problem.tiling.B_c, (self.batches, self.heads)
+        T_r, T_c = p.tiling.T_r(p.N_q), p.tiling.T_c(p.N_k)
+        per_row, masked, asked = (np.zeros((*differ, T_r), np.int64) for _ in range(3))
+        per_column = np.zeros((*differ, T_c), np.int64)
+        masked_tiles = {}
+        i_first, i_last = self.ends
+        for b, h in np.ndindex(differ):
+            # Row tile i visits begin <= j < end, of which full_begin <= j < full_end are FULL.
+            ranges = [self.tile_range(self.args, b, h, i, p.N_q, p.N_k) for i in range(T_r)]
+            begin, end, lo_last, hi_first = np.array(ranges, np.int64).T
+            asked[b, h] = end - begin
+            full_begin, full_end = -(-lo_last // B_c), hi_first // B_c
+            kinds = None  # tile by tile, where they are no intervals
+            for rule, args in self.parts:
+                if rule.tile is masking._causal_tile:
+                    end = np.minimum(end, i_last // B_c + 1)
+                    full_end = np.minimum(full_end, (i_first + 1) // B_c)
+                elif rule.tile is not None:
+                    here = self._ask_tiles(rule, args, b, h)
+                    kinds = here if kinds is None else np.minimum(kinds, here)
+                elif rule.visible is not None:
+                    full_end = np.zeros_like(full_end)
+            end, full_begin = np.maximum(begin, end), np.maximum(begin, full_begin)
+            full_end = np.maximum(full_begin, np.minimum(end, full_end))
+            if kinds is None:
+                entered, left = (np.bincount(j, minlength=T_c + 1)[:T_c] for j in (begin, end))
+                per_row[b, h], per_column[b, h] = end - begin, np.cumsum(entered - left)
+                masked[b, h] = end - begin - (full_end - full_begin)
+            else:
+                visited = _between(begin, end, T_c) & (kinds != EMPTY)
+                full = _between(full_begin, full_end, T_c) & (kinds == FULL)
+                per_row[b, h], per_column[b, h] = visited.sum(axis=1), visited.sum(axis=0)
+                masked_tiles[b, h] = visited & ~full
+                masked[b, h] = masked_tiles[b, h].sum(axis=1)
+        return Visits(per_row, per_column, masked, asked, masked_tiles)
+
+    def _ask_tiles(self, rule: Any, args: tuple[Any, ...], b: int, h: int) -> Ints:
+        """What a rule says of each tile, (T_r, T_c)."""
+        N_k, B_c = self.problem.N_k, self.problem.tiling.B_c
+        rows = [(int(first), int(last)) for first, last in zip(*self.ends, strict=True)]
+        keys = [(j, min(j + B_c, N_k) - 1) for j in range(0, N_k, B_c)]
+        kinds = [[rule.tile(args, b, h, *row, *key) for key in keys] for row in rows]
+        return np.array(kinds, np.int64).reshape(len(rows), len(keys))
+
+    def reads(self, part: int, tiles: dict[tuple[int, int], Bools]) -> Counts:
+        """What a boolean part reads, score by score, in the given tiles."""
+        t, place = self.problem.tiling, self.layouts[part]
+        shape_and_steps = zip(place.shape, place.strides, strict=True)
+        s_b, s_h, s_row, s_column = (0 if n == 1 else step for n, step in shape_and_steps)
+        S_ij = Pattern.registers(t, t.R_c)
+        elements = requests = sectors = 0
+        for (b, h), masked in tiles.items():
+            reach = self._reach(part, b, h)
+            for i in np.flatnonzero(masked.any(axis=1)):
+                j = np.flatnonzero(masked[i])[:, None, None]
+                row, column = i * t.B_r + S_ij.row, j * t.B_c + S_ij.column
+                active = (S_ij.row >= 0) & reach[row, column]
+                address = place.address + b * s_b + h * s_h + row * s_row + column * s_column
+                elements += int(active.sum())
+                requests += int(active.any(axis=-1).sum())
+                sectors += _sectors(address, active)
+        return elements * self.copies, requests * self.copies, sectors * self.copies
+
+    def _reach(self, part: int, b: int, h: int) -> Bools:
+        """Which scores get as far as a part: in their row's bounds, visible to the parts before.
+
+        For every place of every tile, (T_r * B_r, T_c * B_c).
+        """
+        p, t = self.problem, self.problem.tiling
+        reach = np.zeros((t.T_r(p.N_q) * t.B_r, t.T_c(p.N_k) * t.B_c), bool)
+        bounds = [self.row_bounds(self.args, b, h, row, p.N_q, p.N_k) for row in range(p.N_q)]
+        i, lo, hi = np.array(bounds, np.int64).T
+        reach[: p.N_q] = _between(lo, hi, reach.shape[1])
+        for rule, args in self.parts[:part]:
+            if rule.visible is not None:
+                row, j = np.nonzero(reach)
+                visible = np.vectorize(partial(rule.visible, args, b, h), otypes=[bool])
+                reach[row, j] = visible(i[row], j)
+        return reach
+
+
+def _between(begin: Ints, end: Ints, n: int) -> Bools:
+    """``begin[i] <= j < end[i]`` for j < n."""
+    j = np.arange(n)
+    return (begin[:, None] <= j) & (j < end[:, None])
+
+
+def _kinds(visible: Bools, tiling: Tiling) -> Ints:
+    """EMPTY, PARTIAL or FULL for each tile of a boolean mask (B, H, N_q, N_k)."""
+    some = every = visible
+    for axis, size in ((2, tiling.B_r), (3, tiling.B_c)):
+        begin = np.arange(0, visible.shape[axis], size)
+        some = np.logical_or.reduceat(some, begin, axis)
+        every = np.logical_and.reduceat(every, begin, axis)
+    return some.astype(np.int64) + every
+
+
+def _layout(problem: Problem, name: str, values: NDArray[Any]) -> Layout:
+    """Where an array of the mask lies."""
+    return problem.layouts.get(name) or Layout.contiguous(values.shape, values.itemsize)
+
+
+# ---- the rows ---------------------------------------------------------------------------------
+
+
+class _Moves:
+    """The traffic of a problem, phase by phase."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._counts: dict[tuple[str, str, str], list[int]] = {}
+
+    def add(self, array: str, phase: str, op: str, itemsize: int, counts: Counts) -> None:
+        """Add to the row (array, phase, op)."""
+        elements, requests, sectors = counts
+        new = elements, elements * itemsize, requests, sectors
+        row = self._counts.setdefault((array, phase, op), [0, 0, 0, 0])
+        row[:] = [a + b for a, b in zip(row, new, strict=True)]
+
+    def tiles(
+        self, array: str, phase: str, op: str, pattern: Pattern, visits: Ints | None = None
+    ) -> None:
+        """`pattern` on every tile of an array of the problem, as often as it is visited."""
+        layout = self.problem.layout(array)
+        if len(layout.shape) == 3:  # L, l and m are matrices of one column
+            shape, strides = (*layout.shape, 1), (*layout.strides, 0)
+            layout = Layout(shape, strides, layout.itemsize, layout.address)
+        counts = sweep(pattern, layout, self.problem.H, visits)
+        self.add(array, phase, op, layout.itemsize, counts)
+
+    def block(self, array: str, phase: str, itemsize: int, times: int) -> None:
+        """`times`, all threads of a block read one element."""
+        threads = self.problem.tiling.threads
+        warps = ceil_div(threads, WARP)
+        self.add(array, phase, "load", itemsize, (times * threads, times * warps, times * warps))
+
+    def rows(self) -> list[Traffic]:
+        """A row for each (array, phase, op) that moves anything."""
+        columns = tuple(self.problem.columns().values())
+        return [
+            Traffic(*(*columns, *key, *numbers, None, "predicted"))
+            for key, numbers in self._counts.items()
+            if any(numbers)
+        ]
+
+
+# ---- the papers' formulas ---------------------------------------------------------------------
+
+
+def closed_form(problem: Problem) -> dict[str, int]:
+    """Elements moved by full or causal attention, as formulas.
+
+    For each head of each batch, with T_r = ceil(N_q / B_r) and T_c = ceil(N_k / B_c):
+
+    * fa2 (Dao 2023, Algorithm 1) loads ``N_q d + 2 N_k d T_r`` and stores ``N_q d + N_q``: K and V
+      once for each row tile, O and L once. B_c does not appear.
+    * fa1 (Dao et al. 2022, Algorithm 1) loads ``2 N_k d + T_c (2 N_q d + 2 N_q)`` and stores
+      ``(T_c + 1) (N_q d + 2 N_q)``, line 2 included. The pass that writes L, and rounds O, adds
+      what it moves.
+    * standard (Algorithm 0) moves S and P. A softmax that holds a row loads S once, and the sum is
+      ``4 N_q N_k``; here it is loaded twice, ``5 N_q N_k``. The paper counts Q, K and V once; the
+      tiled products load ``N_q d T_c + 2 N_k d T_r`` of them.
+
+    Causal fa1 and fa2 visit the tiles up to the diagonal: of row tile i the first
+    ``ceil((min((i+1) B_r, N_q) + N_k - N_q) / B_c)``.
+
+    Parameters
+    ----------
+    problem : Problem
+        Mask none, causal or causal_skip.
+
+    Returns
+    -------
+    dict
+        "array op" to elements, all phases, heads and batches together.
+
+    Raises
+    ------
+    ValueError
+        Another mask.
+    """
+    p, t = problem, problem.tiling
+    if p.mask.rule not in _UNIFORM[:3]:
+        raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
+    N_q, N_k, d, T_r, T_c = p.N_q, p.N_k, p.d, t.T_r(p.N_q), t.T_c(p.N_k)
+    keys = N_k * T_r  # streamed past the row tiles
+    rows = N_q * T_c  # streamed past the key tiles
+    if p.mask.rule is not masking._NONE and p.method != "standard":
+        ends = [min((i + 1) * t.B_r, N_q) for i in range(T_r)]
+        visited = [max(0, ceil_div(end + N_k - N_q, t.B_c)) for end in ends]
+        keys = sum(min(N_k, tiles * t.B_c) for tiles in visited)
+        rows = sum((end - i * t.B_r) * visited[i] for i, end in enumerate(ends))
+    if p.method == "fa2":
+        moved = {"Q load": N_q * d, "K load": keys * d, "V load": keys * d}
+        moved |= {"O store": N_q * d, "L store": N_q}
+    elif p.method == "fa1":
+        O = p.o_acc_name
+        once = N_k * d if N_q else 0
+        moved = {"Q load": rows * d, "K load": once, "V load": once}
+        moved |= {f"{O} load": rows * d, f"{O} store": (rows + N_q) * d, "L store": N_q}
+        moved |= {f"{name} {op}": rows + N_q for name in "lm" for op in ("load", "store")}
+        if p.rounds:
+            moved |= {"O_acc load": (rows + N_q) * d, "O store": N_q * d}
+    else:
+        moved = {"Q load": rows * d, "K load": keys * d, "V load": keys * d}
+        moved |= {"S store": N_q * N_k, "S load": 2 * N_q * N_k}
+        moved |= {"P store": N_q * N_k, "P load": N_q * N_k}
+        moved |= {"O store": N_q * d, "L store": N_q}
+    return {name: p.B * p.H * elements for name, elements in moved.items()}
+
+
+def compulsory(problem: Problem) -> dict[str, int]:
+    """Bytes that any method must move: Q, K and V read once, O and L written once.
+
+    What reaches DRAM when the caches hold all that is read again. With grouped heads, K and V count
+    once a key/value head.
+    """
+    layouts = {name: problem.layout(name) for name in "QKVOL"}
+    return {name: math.prod(a.shape) * a.itemsize for name, a in layouts.items()}
+
+
+def theta(method: str, N: int, d: int, M: int) -> Fraction:
+    """The order of accesses to HBM, Theorem 2 of Dao et al. (2022): the expression in its Theta.
+
+    With M elements of on-chip memory, d <= M <= N d: standard attention Theta(N d + N^2),
+    FlashAttention Theta(N^2 d^2 / M). FlashAttention-2 (Dao 2023) claims no other order.
+
+    At fixed M both grow as N^2; they differ by d^2 / M. Of FlashAttention-2, the stores, the loads
+    of Q and the memory are linear in N.
+
+    Raises
+    ------
+    ValueError
+        Unknown method, or M outside [d, N d], of which the theorem says nothing.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: got {method!r}, accepted: {', '.join(METHODS)}")
+    if not d <= M <= N * d:
+        raise ValueError(f"M: got {M}, accepted: d to N d, {d} to {N * d}")
+    return Fraction(N * d + N**2) if method == "standard" else Fraction(N**2 * d**2, M)
+
+
+def theorem_2(N: int, d: int, M: int) -> dict[str, Fraction]:
+    """Both sides of Theorem 2 of Dao et al. (2022), arXiv:2205.14135: `theta` by method."""
+    return {method: theta(method, N, d, M) for method in ("standard", "fa1")}
+
+
+def lower_bound(N: int, d: int, M: int) -> float:
+    """The order of accesses to HBM below which no exact attention gets.
+
+    Dao et al. (2022), Proposition 3: no algorithm needs o(N^2 d^2 / M) for all M in [d, N d]; the
+    proof uses M = Theta(N d) alone. Saha and Ye (2024), arXiv:2402.07443, prove it for each M:
+    Omega(N^2 d^2 / M) where M >= d^2, fast matrix multiplication allowed, so FlashAttention is
+    optimal up to a constant; where M < d^2, Theta(N^2 d / sqrt(M)) for combinatorial algorithms,
+    and FlashAttention is not. The bound is the smaller of the two.
+    """
+    return N**2 * d * min(d / M, 1 / math.sqrt(M))

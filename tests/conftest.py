@@ -1,0 +1,95 @@
+"""Where the tests run, how many examples they draw, and what is counted.
+
+Numba reads NUMBA_ENABLE_CUDASIM once, so one process is either the simulator or the real thing.
+A test that asks for `backend` runs on both: unmarked on the simulator with NumPy arrays, marked
+``gpu`` on the GPU with CuPy arrays. Profiles (``HYPOTHESIS_PROFILE=...`` or pytest's
+``--hypothesis-profile``): "ci", quick and always the same examples; "gpu", more; "deep", nightly.
+"""
+
+import functools
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from fa2_numba import simulator
+
+_common: dict[str, Any] = {
+    "deadline": None,  # the first example compiles, or runs in the simulator
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("ci", derandomize=True, **_common)
+settings.register_profile("gpu", derandomize=True, **_common)
+settings.register_profile("deep", print_blob=True, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+import strategies  # noqa: E402 - reads the profile
+from strategies import Backend  # noqa: E402
+
+
+@functools.cache
+def _gpu_missing() -> str:
+    """Why GPU tests cannot run in this process; empty if they can."""
+    if simulator.ACTIVE:
+        return "needs a CUDA GPU, this process is the simulator: make test-gpu"
+    from numba import cuda
+
+    if not cuda.is_available():
+        return "no CUDA GPU"
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return "CuPy is not installed (extras cuda13, cuda12)"
+    return ""
+
+
+@pytest.fixture(scope="session", params=["simulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """NumPy arrays on the simulator, or CuPy arrays on the GPU."""
+    if request.param == "simulator":
+        if not simulator.ACTIVE:
+            pytest.skip("runs on the simulator: NUMBA_ENABLE_CUDASIM=1")
+        return Backend("simulator", lambda x: x, lambda x: x)
+    import cupy
+
+    return Backend("gpu", cupy.asarray, cupy.asnumpy)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot run here, and everything after the time limit."""
+    if item.get_closest_marker("gpu") and (why := _gpu_missing()):
+        pytest.skip(why)
+    if item.get_closest_marker("codegen") and simulator.ACTIVE:
+        pytest.skip("compiles: NUMBA_ENABLE_CUDASIM=0")
+    if strategies.too_late():
+        pytest.skip("time limit of this run")
+
+
+# ---- how many examples ran --------------------------------------------------------------------
+
+_of_workers = 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """xdist: add up what the workers ran."""
+    global _of_workers
+    _of_workers += getattr(node, "workeroutput", {}).get("examples_run", 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """xdist: tell the controller how many examples this worker ran."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["examples_run"] = strategies.examples_run
+
+
+def examples_run() -> int:
+    """Examples run by this process and its workers."""
+    return strategies.examples_run + _of_workers
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say it."""
+    terminalreporter.write_line(f"{examples_run()} examples of properties ran")
