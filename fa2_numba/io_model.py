@@ -502,8 +502,9 @@ class _Mask:
         """All tiles, masked score by score: standard attention."""
         p, t = self.problem, self.problem.tiling
         T_r, T_c = t.T_r(p.N_q), t.T_c(p.N_k)
-        tiles = dict.fromkeys(np.ndindex(self.batches, self.heads), np.ones((T_r, T_c), bool))
-        return Visits(_each(T_c), _each(T_r), _each(T_c), _each(0), tiles if self.layouts else {})
+        tiles: Bools = np.broadcast_to(True, (T_r, T_c))
+        masked_tiles = {(b, h): tiles for b in range(self.batches) for h in range(self.heads)}
+        return Visits(_each(T_c), _each(T_r), _each(T_c), _each(0), masked_tiles)
 
     def visits(self) -> Visits:
         """The tiles in the range of their row tile that are not EMPTY: fa1 and fa2."""
@@ -583,7 +584,9 @@ class _Mask:
         for rule, args in self.parts[:part]:
             if rule.visible is not None:
                 row, j = np.nonzero(reach)
-                visible = np.vectorize(partial(rule.visible, args, b, h), otypes=[bool])
+                visible: Any = partial(rule.visible, args, b, h)
+                if rule not in (masking._CAUSAL_SKIP, masking._BOOLEAN):  # these take arrays
+                    visible = np.vectorize(visible, otypes=[bool])
                 reach[row, j] = visible(i[row], j)
         return reach
 

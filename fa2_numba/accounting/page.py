@@ -13,7 +13,13 @@ from fa2_numba.accounting.exactness import Exactness
 from fa2_numba.accounting.fits import Fit
 from fa2_numba.accounting.inputs import short
 from fa2_numba.accounting.plots import Drawing, length
-from fa2_numba.accounting.sweep import Comparison, Sweep, problem
+from fa2_numba.accounting.sweep import (
+    CHECK_ALL_UP_TO,
+    ROWS_CHECKED,
+    Comparison,
+    Sweep,
+    problem,
+)
 from fa2_numba.accounting.tables import Growth, Variant
 from fa2_numba.io_model import closed_form
 from fa2_numba.tiling import Tiling, acc_bytes
@@ -46,7 +52,7 @@ td{border-bottom:1px solid var(--faint)}
 .text{text-align:left}
 figure{margin:1.5rem 0}
 figure svg{width:100%;min-width:38rem;height:auto;display:block}
-code{font-size:.9em}
+sub{line-height:0}
 """
 
 # Colours of plots.py that follow the page.
@@ -100,10 +106,16 @@ def page(
 
 def _text(value: object) -> str:
     """Escaped, with the papers' subscripts."""
-    return re.sub(r"\b([BTRO])_([rcij])\b", r"\1<sub>\2</sub>", html.escape(str(value)))
+    return _subscripts(html.escape(str(value)))
+
+
+def _subscripts(text: str) -> str:
+    return re.sub(r"\b([BTN])_([rcqk])\b", r"\1<sub>\2</sub>", text)
 
 
 def _p(text: str, kind: str = "") -> str:
+    """A paragraph of HTML, to which the papers' subscripts are added."""
+    text = _subscripts(" ".join(text.split()))
     return f'<p class="{kind}">{text}</p>' if kind else f"<p>{text}</p>"
 
 
@@ -171,31 +183,27 @@ def _head(sweep: Sweep) -> str:
     rows = sum(c.rows for c in sweep.comparisons)
     wrong = sum(c.differences for c in sweep.comparisons)
     exact = sum(e.exact for e in sweep.exactness)
-    good = sweep.all_exact and sweep.all_equal
-    verdict = (
-        f"{exact} of {len(sweep.exactness)} outputs are within the error of their own precision. "
-        f"{_integer(rows - wrong)} of {_integer(rows)} counted rows equal their prediction, as "
-        f"integers."
-    )
     stopped = ""
     if sweep.stopped:
         stopped = _p(
-            f"<b>{_text(sweep.stopped)}.</b> {sweep.done} of {sweep.total} experiments were "
-            "finished; this page shows those and nothing else.",
+            f"""<b>{_text(sweep.stopped)}.</b> {sweep.done} of {sweep.total} experiments were
+            finished. This page shows those, and lacks what needs the others.""",
             "stopped",
         )
     links = ", ".join(f'<a href="{name}">{name}</a>' for name in FILES)
-    return (
-        "<h1>What attention moves through global memory</h1>"
-        + _p(
-            f"Standard attention, FlashAttention (FA1) and FlashAttention-2 (FA2): counted by the "
-            f"kernels that computed the outputs, on {_text(sweep.plan.machine)}, and predicted by "
-            f"closed forms. {sweep.seconds:.0f} s. Data: {links}.",
-            "soft",
-        )
-        + stopped
-        + _p(verdict, "verdict" if good else "verdict no")
+    about = _p(
+        f"""Standard attention, FlashAttention (FA1) and FlashAttention-2 (FA2): counted on
+        {_text(sweep.plan.machine)} by the kernels that computed the outputs, and predicted by
+        closed forms. {sweep.seconds:.0f} s. Data: {links}.""",
+        "soft",
     )
+    verdict = _p(
+        f"""{exact} of {len(sweep.exactness)} outputs are within the error of their own precision.
+        {_integer(rows - wrong)} of {_integer(rows)} counted rows equal their prediction, as
+        integers.""",
+        "verdict" if sweep.all_exact and sweep.all_equal else "verdict no",
+    )
+    return f"<h1>What attention moves through global memory</h1>{about}{stopped}{verdict}"
 
 
 def worst(found: Iterable[Exactness]) -> list[Exactness]:
@@ -226,24 +234,33 @@ def _exact(sweep: Sweep) -> str:
         for e in worst(sweep.exactness)
     ]
     header = ("input", "method", "mask", "dtype", "N_q × N_k", "d", "error of O", "allowed")
-    return (
-        "<h2>1. The outputs are exact</h2>"
-        + _p(
-            "Tiling changes the order of a sum and nothing else. So each output may be off by what "
-            "its precision costs, and no more: at most twice the error of the same precision in "
-            "NumPy, plus one rounding, plus what rounding does inside for these inputs. Errors are "
-            "largest absolute differences from a float64 reference; L is each row's log-sum-exp."
-        )
-        + _table(
-            "The check that came closest to its limit, for each input, method and mask",
-            (*header, "error of L", "allowed", ""),
-            rows,
-            4,
-        )
+    intro = _p(
+        """Tiling changes the order of a sum and nothing else. So an output may be off by what its
+        precision costs, and by no more: twice the error of the same precision in NumPy, one
+        rounding, and what rounding does inside for these inputs. Errors are the largest absolute
+        differences from a float64 reference. L is the log-sum-exp of each row."""
     )
+    table = _table(
+        "The check that came closest to its limit, for each input, method and mask",
+        (*header, "error of L", "allowed", ""),
+        rows,
+        4,
+    )
+    return f"<h2>1. The outputs are exact</h2>{intro}{table}"
 
 
 def _counted(sweep: Sweep, figures: dict[str, str]) -> str:
+    intro = _p(
+        """The kernels that computed these outputs ran with arrays that count each access: elements,
+        bytes, warp requests and 32-byte sectors, of every array in every phase. A row is one array
+        in one phase, loaded or stored. It differs from its prediction if any of its four integers
+        does."""
+    )
+    runs = f"<details><summary>All {len(sweep.comparisons)} runs</summary>{_runs(sweep)}</details>"
+    return f"<h2>2. What was counted</h2>{intro}{_groups(sweep)}{runs}{figures.get('arrays', '')}"
+
+
+def _groups(sweep: Sweep) -> str:
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for c in sweep.comparisons:
         groups.setdefault((c.experiment, c.method, c.mask), []).append(c)
@@ -265,22 +282,11 @@ def _counted(sweep: Sweep, figures: dict[str, str]) -> str:
             )
         )
     header = ("input", "method", "mask", "runs", "N", "rows", "differ")
-    return (
-        "<h2>2. What was counted</h2>"
-        + _p(
-            "The kernels that computed the outputs above ran with arrays that count each access: "
-            "elements, bytes, warp requests and 32-byte sectors, for every array in every phase. "
-            "A row of the table is one array in one phase, loaded or stored. It differs from its "
-            "prediction if any of its four integers does."
-        )
-        + _table(
-            "Rows compared, rows that differ, and the bytes issued by the largest run",
-            (*header, "bytes counted", "bytes predicted"),
-            rows,
-            3,
-        )
-        + f"<details><summary>All {len(sweep.comparisons)} runs</summary>{_runs(sweep)}</details>"
-        + figures.get("arrays", "")
+    return _table(
+        "Rows compared, rows that differ, and the bytes issued by the largest run",
+        (*header, "bytes counted", "bytes predicted"),
+        rows,
+        3,
     )
 
 
@@ -310,23 +316,20 @@ def _runs(sweep: Sweep) -> str:
 
 
 def _theory(sweep: Sweep, growth: list[Growth], figures: dict[str, str]) -> str:
-    return (
-        "<h2>3. What theory says</h2>"
-        + _p(
-            "For one head with N queries and N keys, in elements, T_r = N / B_r and T_c = N / B_c "
-            "where the tiles divide N:".replace("_r", "<sub>r</sub>").replace("_c", "<sub>c</sub>")
-        )
-        + _forms(sweep)
-        + _p(
-            "Theorem 2 of the FlashAttention paper puts standard attention at Θ(Nd + N²) accesses "
-            "and FlashAttention at Θ(N²d²/M), with room for M elements on chip. Both are quadratic "
-            "in N as long as M is fixed. FlashAttention wins by a constant, d²/M, which is why tile "
-            "sizes matter: a query tile as large as memory allows divides everything. "
-            + _theorem_2(sweep)
-        )
-        + "".join(figures.get(n, "") for n in ("growth", "growth_gpu_tiles", "tiles", "causal"))
-        + _slopes(growth)
+    intro = _p(
+        """For one head with N queries and N keys, in elements, with T_r = N / B_r query tiles and
+        T_c = N / B_c key tiles where these divide N:"""
     )
+    theorem = _p(
+        f"""Theorem 2 of the FlashAttention paper puts standard attention at Θ(Nd + N²) accesses and
+        FlashAttention at Θ(N²d²/M), with room for M elements on chip. For a fixed M both are
+        quadratic in N. FlashAttention wins by d²/M, a constant: hence the largest query tiles that
+        fit. {_theorem_2(sweep)}"""
+    )
+    names = ("growth", "growth_gpu_tiles", "tiles", "causal")
+    shown = "".join(figures.get(name, "") for name in names)
+    slopes = f"<details><summary>All fitted exponents</summary>{_slopes(growth)}</details>"
+    return f"<h2>3. What theory says</h2>{intro}{_forms(sweep)}{theorem}{shown}{slopes}"
 
 
 def formulas(variant: Variant, tiling: Tiling) -> tuple[str, str]:
@@ -362,22 +365,20 @@ def _forms(sweep: Sweep) -> str:
 
 
 def _theorem_2(sweep: Sweep) -> str:
-    """How far the counted loads are from N² d² / M, with M what a block's tiles take on chip."""
-    plan = sweep.plan
-    s, N = plan.setting, plan.bars_N
-    rows = tables.curve(sweep.table, Variant("fa2"), s, "counted")
-    loads = tables.total([r for r in rows if r.n_q == N], tables.LOADS, "elements")
-    if not loads:
+    """How far FA2's loads are from N² d² / M, with M what a block's tiles take on chip."""
+    plan, s = sweep.plan, sweep.plan.setting
+    M = s.tiling.shared_bytes(s.d, s.dtype, "fa2") // acc_bytes(s.dtype)
+    found = []
+    for N, source in ((plan.bars_N, "counted"), (max(plan.curve), "predicted")):
+        rows = [r for r in tables.curve(sweep.table, Variant("fa2"), s, source) if r.n_q == N]
+        loads = tables.total(rows, tables.LOADS, "elements")
+        if loads:
+            found.append(f"{loads * M / (N * s.d) ** 2:.2f} at N = {length(N)} ({source})")
+    if not found:
         return ""
-    M = s.tiling.shared_layout(s.d, s.dtype)[1] // acc_bytes(s.dtype)
-    far = max(plan.curve)
-    rows = tables.curve(sweep.table, Variant("fa2"), s, "predicted")
-    far_loads = tables.total([r for r in rows if r.n_q == far], tables.LOADS, "elements")
-    unit = s.d**2 / M
-    return _text(
-        f"With the {M:,} elements that a block's tiles take here, FA2's loads are "
-        f"{loads / (N * N * unit):.2f} N²d²/M at N = {N:,} (counted) and "
-        f"{far_loads / (far * far * unit):.2f} N²d²/M at N = {length(far)} (predicted)."
+    return (
+        f"A block's tiles take M = {M:,} elements here, and the ratio of FA2's loads to N²d²/M is "
+        f"{' and '.join(found)}."
     )
 
 
@@ -390,8 +391,8 @@ def _slopes(growth: list[Growth]) -> str:
             cells = [cell for fit in both for cell in _fit(fit, moved=any(both))]
             shown.append((v.label, quantity, *cells))
     return _table(
-        "Fitted exponents p of bytes ~ N^p with 95 % intervals. Counts have no noise: the interval "
-        "says how far the points bend away from one power law.",
+        "Exponents p of bytes ~ N^p with 95 % intervals. Counts have no noise: an interval says "
+        "how far the points bend away from one power law.",
         ("method", "quantity", "counted", "over", "predicted", "over"),
         shown,
         2,
@@ -406,75 +407,74 @@ def _fit(fit: Fit | None, *, moved: bool) -> tuple[str, str]:
 
 
 def _linear(sweep: Sweep, growth: list[Growth]) -> str:
-    def slope(quantity: str) -> str:
-        wanted = ("fa2", False, quantity, "predicted")
-        fits = [g.fit for g in growth if (g.method, g.causal, g.quantity, g.source) == wanted]
-        return f"{fits[0].slope:.2f}" if fits and fits[0] else "nothing moves"
-
+    fits = {(g.quantity, g.source): g.fit for g in growth if g.method == "fa2" and not g.causal}
     yes, no = '<span class="yes">linear</span>', '<span class="no">quadratic</span>'
-    rows = [
-        ("stores of O and L", "N d + N", slope("stores"), yes),
-        ("loads of Q", "N d", slope("loads of Q"), yes),
-        ("memory beyond Q, K, V, O", "N", slope("extra memory"), yes),
-        ("traffic of S and P", "0", slope("S and P"), '<span class="yes">none</span>'),
-        ("loads of K and V", "2 N² d / B_r", slope("loads of K and V"), no),
-        ("all loads and stores", "2 N² d / B_r + 2 N d + N", slope("loads and stores"), no),
-    ]
-    standard = tables.leading(Variant("standard"), sweep.plan.setting, "total")[0]
-    fa2 = tables.leading(Variant("fa2"), sweep.plan.setting, "total")[0]
-    return (
-        "<h2>4. Where O(Nd) is true, and where it is not</h2>"
-        + _table(
-            f"FlashAttention-2, one head, elements issued; exponents are predicted, N ≥ "
-            f"{tables.LARGE_N:,}",
-            ("what", "elements", "exponent", ""),
-            rows,
-            2,
-        )
-        + _p(
-            "It is common to say that FlashAttention-2 needs O(Nd) memory accesses. For the loads "
-            "that its warps issue this is false: every query tile streams all of K and V, and there "
-            "are N / B<sub>r</sub> of them. What is linear is what it writes, what it reads of Q, "
-            "and the memory it needs. What is gone are S and P: standard attention writes both and "
-            "reads S twice and P once, five passes over N² elements, and has to have room for them."
-        )
-        + _p(
-            f"So at fixed tiles the two differ by a constant: with the tiles of this report "
-            f"({_text(sweep.plan.setting)}) FA2 issues {standard / fa2:.1f} times fewer bytes as N "
-            f"grows. A larger B<sub>r</sub> makes the factor larger; B<sub>c</sub> does not enter."
-        )
-        + _p(
-            "Loads that are issued need not reach DRAM. The query tiles of one head that run at the "
-            "same time ask for the same K and V, and a cache may serve all but the first. As long as "
-            "it does, DRAM traffic can be linear in N while issued loads are not. This report does "
-            "not measure that, and so does not claim it."
-        )
+    rows = []
+    for what, elements, quantity, verdict in (
+        ("stores of O and L", "N d + N", "stores", yes),
+        ("loads of Q", "N d", "loads of Q", yes),
+        ("memory beyond Q, K, V, O", "N", "extra memory", yes),
+        ("traffic of S and P", "0", "S and P", '<span class="yes">none</span>'),
+        ("loads of K and V", "2 N² d / B_r", "loads of K and V", no),
+        ("all loads and stores", "2 N² d / B_r + 2 N d + N", "loads and stores", no),
+    ):
+        both = [fits[quantity, source] for source in ("counted", "predicted")]
+        rows.append((what, elements, *(_fit(fit, moved=any(both))[0] for fit in both), verdict))
+    table = _table(
+        f"FlashAttention-2, one head, elements issued; fitted exponents, predicted ones over N ≥ "
+        f"{tables.LARGE_N:,}",
+        ("what", "elements", "counted", "predicted", ""),
+        rows,
+        2,
     )
+    standard, fa2 = (
+        tables.leading(Variant(m), sweep.plan.setting, "total")[0] for m in ("standard", "fa2")
+    )
+    false = _p(
+        """FlashAttention-2 is often said to need O(Nd) memory accesses. Of the loads that its warps
+        issue this is not true: each of the N / B_r query tiles streams all of K and V. Linear are
+        its stores, its loads of Q and the memory it needs. Gone are S and P: standard attention
+        stores both, loads S twice and P once, five passes over N² elements, and needs room for
+        both."""
+    )
+    constant = _p(
+        f"""So with fixed tiles the methods differ by a constant. With those of this report
+        ({_text(sweep.plan.setting)}) FA2 issues {standard / fa2:.1f} times fewer bytes than
+        standard attention as N grows. A larger B_r makes that more; B_c does not enter."""
+    )
+    dram = _p(
+        """A load that is issued need not reach DRAM. Query tiles of one head that run at the same
+        time ask for the same keys, and a cache may serve all but the first. As long as it does,
+        DRAM traffic may be linear in N where issued loads are not. That is not measured here, and
+        so not claimed."""
+    )
+    title = "<h2>4. Where O(Nd) is true, and where it is not</h2>"
+    return f"{title}{table}{false}{constant}{dram}"
 
 
 def _limits(sweep: Sweep) -> str:
     plan = sweep.plan
     items = [
-        "The level is <b>issued</b>, in every number and figure: loads and stores of global memory "
-        "as warps issue them. L2 and DRAM traffic is neither measured nor modelled here.",
-        "The kernels are the readable ones of this package, forward only. Another kernel with other "
-        "tiles moves other amounts.",
+        """The level is <b>issued</b>, in every number and figure: loads and stores of global memory
+        as warps issue them. L2 and DRAM are neither measured nor modelled here.""",
+        """The kernels are the readable ones of this package, forward only, and all methods have the
+        same tiles. Other kernels and other tiles move other amounts.""",
     ]
     if plan.backend == "simulator":
         items += [
-            f"There was no GPU: the kernels ran as Python, warps and all, on {_text(plan.machine)}. "
-            f"Counts do not depend on that, but N is at most {max(plan.sizes)}. Beyond it every "
-            f"curve is predicted.",
+            f"""There was no GPU: the kernels ran as Python, warps included, on
+            {_text(plan.machine)}. That changes no count, but N is at most {max(plan.sizes)}; beyond
+            it every curve is predicted.""",
             "The figure with a GPU's tile sizes is predicted throughout.",
         ]
     else:
         items.append(
-            f"Beyond N = {max(plan.sizes):,} every curve is predicted. Outputs with more than "
-            f"2,048 rows were checked on a sample of rows."
+            f"""Beyond N = {max(plan.sizes):,} every curve is predicted. Where N is above
+            {CHECK_ALL_UP_TO:,}, a sample of {ROWS_CHECKED} rows of each output was checked."""
         )
-    cut = sorted({e.input for e in sweep.exactness if " of " in e.input})
-    if cut:
-        items.append(f"Of the real input a part was run: {_text('; '.join(cut))}.")
+    parts = sorted({e.input for e in sweep.exactness if short(e.input) != e.input})
+    if parts:
+        items.append(f"Of the real input a part was run: {_text('; '.join(parts))}.")
     items += [_text(note) + "." for note in sweep.notes]
-    points = "".join(f"<li>{item}</li>" for item in items)
+    points = "".join(f"<li>{' '.join(item.split())}</li>" for item in items)
     return f"<h2>5. Limits</h2><ul>{points}</ul>"

@@ -267,7 +267,7 @@ def here() -> tuple[str, str]:
     if kind == "gpu":
         gpus = probe(import_numba=False).gpus
         return kind, gpus[0].name if gpus else "CUDA GPU"
-    return kind, f"simulator on {platform.system()} {platform.machine()}"
+    return kind, f"the simulator ({platform.system()} {platform.machine()})"
 
 
 # Predictions --------------------------------------------------------------------------------------

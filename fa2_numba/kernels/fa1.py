@@ -185,7 +185,7 @@ def build_loop(
                     a_old = exp(m_old - shift) * l_old
                     a_tile = exp(m_tile[r] - shift)
                     l_new = a_old + a_tile * l_tile[r]
-                    inverse = ONE / l_new if l_new > ZERO or l_new != l_new else ZERO
+                    inverse = ONE / l_new if l_new != ZERO else ZERO
                     if row < N_q:
                         for g in range(G):  # line 12: O_i rescaled in HBM
                             col = C * (np.int64(tx) + g * n_c)
@@ -238,8 +238,8 @@ def build_finish(tiling: Tiling, d: int, dtype: str, rounds: bool, width: int) -
             row = i * B_r + tid + t * threads
             if tid + t * threads < B_r and row < N_q:
                 l_row = l[b, h, row]
-                seen = l_row > ZERO or l_row != l_row
-                L[b, h, row] = m[b, h, row] + log(l_row) if seen else NEG_INF
+                m_row = m[b, h, row]
+                L[b, h, row] = m_row + log(l_row) if l_row != ZERO else NEG_INF
 
     return hbm.jit(finish, "fa1_finish")
 

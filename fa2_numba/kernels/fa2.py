@@ -3,7 +3,7 @@
 Grid       one block for each row tile i of each head of each batch: T_r * H * B blocks.
 HBM        reads Q_i once, K_j and V_j for every visited tile j; writes O_i and L_i once.
            S_ij, P_ij, m_i, l_i and the unnormalised O_i never leave the chip.
-Shared     Q_i (B_r x d, scaled), K_j, V_j (B_c x d), P_ij (B_r x B_c).
+Shared     Q_i (B_r x d, scaled), K_j, V_j (B_c x d); P_ij (B_r x B_c) where K_j was.
 Registers  each thread: R_r x R_c of S_ij, R_r x R_d of O_i (acc), m_i and l_i of its R_r rows.
 """
 
@@ -110,7 +110,6 @@ def build(
         state = prepare(score_args, b, h)
         j_begin, j_end, lo_last, hi_first = tile_range(range_args, b, h, i, N_q, N_k)
         clear_Q(Q_i, tid)
-        clear_K(K_j, tid)
         clear_V(V_j, tid)
         load_Q(Q_i, Q, b, h, i * B_r, N_q, 0, d, scale, tid)  # line 4
         for r in range(R_r):  # line 5
@@ -125,6 +124,7 @@ def build(
                 continue
             load_KV(K_j, K, b, h_k, j * B_c, N_k, 0, d, ONE, tid)  # line 7
             load_KV(V_j, V, b, h_k, j * B_c, N_k, 0, d, ONE, tid)
+            clear_K(K_j, tid)  # its padding again: P_ij was there
             cuda.syncthreads()  # Q_i, K_j and V_j are complete
 
             for r in range(R_r):
@@ -154,7 +154,7 @@ def build(
         for r in range(R_r):
             row = row_0 + r * n_r
             l = row_sum(l_i[r])
-            inverse = ONE / l if l > ZERO or l != l else ZERO  # a row without keys: O = 0
+            inverse = ONE / l if l != ZERO else ZERO  # a row without keys: O = 0
             if row < N_q:
                 for k in range(R_d):
                     out[k] = from_acc(acc[r, k] * inverse)  # line 12
@@ -164,9 +164,7 @@ def build(
                         if col + c < d:
                             store_O(O, (b, h, row, col + c), out, g * C + c)  # line 14
                 if tx == 0:
-                    L[b, h, row] = (
-                        m_i[r] + log(l) if l > ZERO or l != l else NEG_INF
-                    )  # lines 13, 15
+                    L[b, h, row] = m_i[r] + log(l) if l != ZERO else NEG_INF  # lines 13, 15
 
     return hbm.jit(fa2, "fa2"), shared_bytes
 

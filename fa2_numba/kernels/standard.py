@@ -135,8 +135,7 @@ def build_softmax(dtype: str, width: int) -> Any:
         m_row = row_max(m)
         shift = ZERO if m_row == NEG_INF else m_row
         l = row_sum(l * exp(m - shift))
-        seen = l > ZERO or l != l
-        inverse = ONE / l if seen else ZERO
+        inverse = ONE / l if l != ZERO else ZERO
 
         for t in range(chunks):
             col = (t * WARP + lane) * width
@@ -146,7 +145,7 @@ def build_softmax(dtype: str, width: int) -> Any:
                     s[c] = exp(s[c] - shift) * inverse
                 store(P, (b, h, row, col), s, 0)
         if inside and lane == 0:
-            L[b, h, row] = m_row + log(l) if seen else NEG_INF
+            L[b, h, row] = m_row + log(l) if l != ZERO else NEG_INF
 
     return hbm.jit(softmax, "standard_softmax")
 

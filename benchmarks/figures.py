@@ -1,0 +1,141 @@
+"""Regenerate what the README shows from the recorded results.
+
+``python -m benchmarks.figures`` rewrites the README's tables (between ``<!-- name -->`` and
+``<!-- /name -->``) from ``benchmarks/results/<gpu>/*.json`` and copies the report's figures to
+``docs/figures``. ``--check`` only says whether the README is up to date (exit code 1 if not).
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import RESULTS
+
+ROOT = RESULTS.parent.parent
+README = ROOT / "README.md"
+FIGURES = ROOT / "docs" / "figures"
+PEER = "torch mem-efficient"
+
+
+def load(folder: Path, name: str) -> Any:
+    """A recorded result, or None where this GPU has none."""
+    path = folder / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def provenance(record: dict[str, Any]) -> str:
+    """One line: where and when a record was made."""
+    versions = record["versions"]
+    shown = ", ".join(f"{p} {versions[p]}" for p in ("numba-cuda", "torch") if p in versions)
+    return (
+        f"{record['gpu']}, driver {record['driver']}, {shown}, commit {record['commit']}, "
+        f"{record['date']}"
+    )
+
+
+def speed_table(record: dict[str, Any]) -> str:
+    """Median TFLOP/s per cell, with the two ratios that matter."""
+    cells: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for row in record["rows"]:
+        cells[row["d"], row["causal"], row["n"]][row["implementation"]] = row
+    lines = [
+        "| d | mask | N | fa2 | standard | fa1 | torch mem-efficient | torch math "
+        "| fa2 / standard | fa2 / mem-efficient |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (d, causal, n), cell in cells.items():
+        speed = {name: row["tflops"] for name, row in cell.items()}
+        shown = [f"{speed[m]:.1f}" for m in ("fa2", "standard", "fa1", PEER, "torch math")]
+        ratios = [f"{speed['fa2'] / speed[m]:.2f}" for m in ("standard", PEER)]
+        columns = [str(d), "causal" if causal else "full", f"{n:,}", *shown, *ratios]
+        lines.append("| " + " | ".join(columns) + " |")
+    lines += [
+        "",
+        f"fp32, TFLOP/s, medians of {record['rows'][0]['rounds']} turns in one process; batch x N "
+        f"= {record['setting']['tokens']:,}, hidden size {record['setting']['hidden']:,}, TF32 "
+        f"off. An 8192^3 fp32 matrix product ran at {record['matrix_product_tflops']:.1f} there. "
+        f"{provenance(record)}.",
+    ]
+    return "\n".join(lines)
+
+
+def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """Counted against predicted, added up per method at the largest counted N."""
+    numbers = ("elements", "requests", "sectors")
+    sums: dict[Any, dict[str, Any]] = defaultdict(dict)
+    counted_keys = set()
+    for row in rows:
+        if row["source"] == "counted":
+            counted_keys.add((row["method"], row["mask"], row["n_q"], row["heads"], row["d"]))
+    for row in rows:
+        key = (row["method"], row["mask"], row["n_q"], row["heads"], row["d"])
+        if key in counted_keys and row["source"] in ("counted", "predicted"):
+            entry = sums[key].setdefault(row["source"], dict.fromkeys(numbers, 0))
+            for name in numbers:
+                entry[name] += row[name]
+    largest = {(k[0], k[1]): k for k in sorted(counted_keys, key=lambda k: k[2])}
+    lines = [
+        "| method | mask | N | | elements | warp requests | 32-byte sectors |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key in largest.values():
+        for source in ("counted", "predicted"):
+            shown = " | ".join(f"{sums[key][source][n]:,}" for n in numbers)
+            lines.append(f"| {key[0]} | {key[1]} | {key[2]:,} | {source} | {shown} |")
+    equal = sum(sums[k]["counted"] == sums[k]["predicted"] for k in counted_keys)
+    lines += [
+        "",
+        f"The largest N of each method in the recorded sweep; in all, {equal} of "
+        f"{len(counted_keys)} counted problems equal their prediction. {provenance(about)}.",
+    ]
+    return "\n".join(lines)
+
+
+def tests_line(record: dict[str, Any]) -> str:
+    """What `make test-gpu` ran."""
+    return (
+        f"`make test-gpu`: {record['passed']:,} tests passed, {record['failed']:,} failed, "
+        f"{record['skipped']:,} skipped, {record['examples']:,} hypothesis examples, in "
+        f"{record['seconds']:.0f} s. {provenance(record)}."
+    )
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Replace what stands between the markers of `name`."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if start not in text or end not in text:
+        raise SystemExit(f"README.md has no {start} ... {end}")
+    head, rest = text.split(start)
+    return f"{head}{start}\n{content}\n{end}{rest.split(end)[1]}"
+
+
+def main() -> None:
+    """Rewrite the README's generated parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", default="nvidia-h200")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    folder = RESULTS / options.gpu
+    before = text = README.read_text()
+    if speeds := load(folder, "readable.json"):
+        text = fill(text, "speed", speed_table(speeds))
+    if tests := load(folder, "tests.json"):
+        text = fill(text, "tests", tests_line(tests))
+    if (rows := load(folder, "report/traffic.json")) and (
+        about := load(folder, "report/about.json")
+    ):
+        text = fill(text, "counts", counts_table(rows, about))
+    if options.check:
+        sys.exit(0 if text == before else "README.md is out of date: run make figures")
+    README.write_text(text)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for figure in sorted((folder / "report" / "figures").glob("*.svg")):
+        shutil.copy(figure, FIGURES / figure.name)
+
+
+if __name__ == "__main__":
+    main()
