@@ -4,6 +4,7 @@ Everything after q, k and v is keyword-only. Semantics are the ones of ``docs/co
 is bottom-right aligned, windows include both ends, a row that sees no key gives 0 and LSE -inf.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -246,6 +247,7 @@ class _Shape:
         self.tiling = _tiling(tiling, self.d, dtype, self.method, device)
         self.layouts: dict[str, Layout] = {}
         self.mask, self.score = masking.none(), masking.unchanged()
+        self.names: dict[str, int] = {}  # of mask and score arrays, and how many bear each
 
     @property
     def shape_of_mask(self) -> tuple[int, ...]:
@@ -274,12 +276,35 @@ class _Shape:
             if not isinstance(score, masking.Score):
                 raise TypeError(f"score: got {type(score).__qualname__}, accepted: masking.Score")
             self.score = self.score.then(score)
+        self.score = dataclasses.replace(self.score, args=self._checked(self.score.args))
 
     def _mask(self, mask: Any) -> masking.Mask:
-        if isinstance(mask, masking.Mask):
-            self._check_tables(mask.args)
-            return mask
-        return masking.boolean(self._boolean(mask))
+        if not isinstance(mask, masking.Mask):
+            mask = masking.boolean(mask)
+        return dataclasses.replace(mask, args=self._checked(mask.args))
+
+    def _checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of a mask, their arrays checked, each with a name of its own."""
+        out: list[Any] = []
+        for arg in args:
+            if isinstance(arg, tuple):
+                out.append(self._checked(arg))
+            elif isinstance(arg, masking.Table):
+                self._check_table(arg)
+                out.append(dataclasses.replace(arg, name=self._own_name(arg.name)))
+            elif isinstance(arg, masking.BooleanArray):
+                name, values = self._own_name("mask"), self._boolean(arg.values)
+                if not isinstance(values, np.ndarray):
+                    self.layouts[name] = arrays.operand(name, values).layout
+                out.append(masking.BooleanArray(values, name, arrays.to_host))
+            else:
+                out.append(arg)
+        return tuple(out)
+
+    def _own_name(self, name: str) -> str:
+        """`name`, numbered if this call has an array of that name already."""
+        self.names[name] = self.names.get(name, 0) + 1
+        return name if self.names[name] == 1 else f"{name} {self.names[name]}"
 
     def _boolean(self, mask: Any) -> Any:
         """A boolean mask with four axes, each 1 or of the full size."""
@@ -298,19 +323,15 @@ class _Shape:
             )
         return mask.reshape(full)
 
-    def _check_tables(self, args: tuple[Any, ...]) -> None:
-        for arg in args:
-            if isinstance(arg, tuple):
-                self._check_tables(arg)
-            elif isinstance(arg, masking.Table) and arg.name.startswith("document"):
-                rows, length = arg.values.shape
-                if length != self.N_k or rows not in (1, self.B):
-                    raise ValueError(
-                        f"mask: documents for shape {arg.values.shape}, accepted: "
-                        f"({self.N_k},) or ({self.B}, {self.N_k})"
-                    )
-            elif isinstance(arg, masking.BooleanArray):
-                self._boolean(arg.values)
+    def _check_table(self, table: masking.Table) -> None:
+        if not table.name.startswith("document"):
+            return
+        rows, length = table.values.shape
+        if length != self.N_k or rows not in (1, self.B):
+            raise ValueError(
+                f"mask: documents for shape {table.values.shape}, accepted: ({self.N_k},) or "
+                f"({self.B}, {self.N_k})"
+            )
 
     def _alibi(self, slopes: Any) -> masking.Score:
         acc = np.float64 if self.dtype == "fp64" else np.float32
@@ -457,8 +478,6 @@ class _Call(_Shape):
                 counted,
             )
             self._upload(operands, (self.mask.args, self.score.args))
-            if "mask" in operands.arrays:
-                tile_map.launch(problem, operands)
             METHODS[self.method](problem, operands)
             rows = operands.rows() if counted else []
         return self.out, self.lse, rows, problem
@@ -481,22 +500,23 @@ class _Call(_Shape):
             elif isinstance(arg, masking.Table):
                 operands.arrays[arg.name] = _to_device(arg.values, operands)
             elif isinstance(arg, masking.BooleanArray):
-                if isinstance(arg.values, np.ndarray):
-                    operands.arrays["mask"] = _to_device(arg.values.view(np.uint8), operands)
-                else:
-                    view = arrays.operand("mask", arg.values)
-                    if view.device != self.like.device:
-                        raise ValueError(
-                            f"mask: on GPU {view.device}, accepted: q's, {self.like.device}"
-                        )
-                    operands.arrays["mask"] = arrays.kernel_array(
-                        view, view.layout.shape, view.layout.strides, "bool"
-                    )
+                operands.arrays[arg.name] = self._mask_array(arg, operands)
+                tile_map.launch(operands.problem, operands, arg)
+
+    def _mask_array(self, mask: masking.BooleanArray, operands: Operands) -> Any:
+        if isinstance(mask.values, np.ndarray):
+            return _to_device(mask.values.view(np.uint8), operands)
+        view = arrays.operand(mask.name, mask.values)
+        if view.device != self.like.device:
+            raise ValueError(f"mask: on GPU {view.device}, accepted: q's, {self.like.device}")
+        return arrays.kernel_array(view, view.layout.shape, view.layout.strides, "bool")
 
 
 def _to_device(values: np.ndarray, operands: Operands) -> Any:
     if simulator.ACTIVE:
-        return values
+        copy = arrays.aligned_empty(values.shape, values.dtype)
+        copy[...] = values
+        return copy
     from numba import cuda
 
     return cuda.to_device(values, stream=operands.stream)

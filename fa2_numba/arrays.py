@@ -4,6 +4,7 @@ An `Operand` is what the rest of the package needs to know of an array: its plac
 dtype, the device and stream it belongs to, and how to make another of its kind.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fa2_numba import simulator
-from fa2_numba.problem import Layout
+from fa2_numba.problem import ALLOCATION_ALIGNMENT, Layout
 
 DTYPE_NAMES = {
     np.dtype(np.float32): "fp32",
@@ -94,11 +95,19 @@ def operand(name: str, array: Any) -> Operand:
 
 def _numpy(array: np.ndarray) -> Operand:
     def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.empty(shape, ml_dtypes.bfloat16 if dtype == "bf16" else _NUMPY_OF[dtype])
+        return aligned_empty(shape, ml_dtypes.bfloat16 if dtype == "bf16" else _NUMPY_OF[dtype])
 
     address = array.__array_interface__["data"][0]
     layout = Layout(array.shape, array.strides, array.itemsize, address)
     return Operand(layout, _dtype_name(array.dtype), "numpy", None, 0, array, empty)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """``np.empty`` at an address as round as a CUDA allocator's."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALLOCATION_ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALLOCATION_ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _torch(name: str, tensor: Any) -> Operand:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa2_numba import masking
-from fa2_numba.masking import EMPTY, FULL, UNCHANGED, Table, tile_functions
+from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
 from fa2_numba.problem import METHODS, Layout, Problem
 from fa2_numba.tiling import Tiling, ceil_div
 from fa2_numba.traffic import Traffic
@@ -158,12 +158,12 @@ def _standard(moves: "_Moves", mask: "_Mask") -> None:
 def _tile_map(moves: "_Moves", mask: "_Mask") -> None:
     """Boolean: each element of the mask once, and one byte stored a tile."""
     t = moves.problem.tiling
-    for layout in mask.layouts.values():
+    for array, layout in mask.arrays.values():
         B, H, N_q, N_k = layout.shape
         tiles = B * H * t.T_r(N_q) * t.T_c(N_k)
         counts = sweep(Pattern.copy(t.B_r, t.B_c, t.threads), layout, H)
-        moves.add("mask", "tile map", "load", 1, counts)
-        moves.add("tile map", "tile map", "store", 1, (tiles, tiles, tiles))
+        moves.add(array.name, "tile map", "load", 1, counts)
+        moves.add(array.map_name, "tile map", "store", 1, (tiles, tiles, tiles))
 
 
 def _slopes(moves: "_Moves", blocks: int) -> None:
@@ -202,8 +202,8 @@ def _tile_range(moves: "_Moves", mask: "_Mask", times: int) -> None:
 
 def _tile_kind(moves: "_Moves", mask: "_Mask", visits: "Visits") -> None:
     """Boolean: every thread reads the tile map, for each tile in range."""
-    for _ in mask.layouts:
-        moves.block("tile map", "mask", 1, int(visits.asked.sum()) * mask.copies)
+    for array, _ in mask.arrays.values():
+        moves.block(array.map_name, "mask", 1, int(visits.asked.sum()) * mask.copies)
 
 
 def _finish_scores(moves: "_Moves", mask: "_Mask", visits: "Visits") -> None:
@@ -225,8 +225,8 @@ def _finish_scores(moves: "_Moves", mask: "_Mask", visits: "Visits") -> None:
         first_row = max(p.N_q - p.N_k, 0)  # the rows before it precede the keys
         counts = sweep(Pattern.registers(t), layout, p.H, bounds_asked, first_row)
         moves.add(table.name, "mask", "load", place.itemsize, counts)
-    for part in mask.layouts:
-        moves.add("mask", "mask", "load", 1, mask.reads(part, visits.masked_tiles))
+    for part, (array, _) in mask.arrays.items():
+        moves.add(array.name, "mask", "load", 1, mask.reads(part, visits.masked_tiles))
 
 
 # ---- one tile's accesses ----------------------------------------------------------------------
@@ -442,8 +442,9 @@ class _Mask:
         Their arguments as the joined functions take them.
     tables : list of Table
         Documents.
-    layouts : dict
-        Number of a boolean part to the place of its array, of size 1 along the axes it broadcasts.
+    arrays : dict
+        Number of a boolean part to its array and the place of that, of size 1 along the axes it
+        broadcasts.
     batches, heads : int
         How many may differ, 1 or all.
     """
@@ -452,7 +453,7 @@ class _Mask:
         self.problem = problem
         self.parts: list[tuple[Any, tuple[Any, ...]]] = []
         self.tables: list[Table] = []
-        self.layouts: dict[int, Layout] = {}
+        self.arrays: dict[int, tuple[BooleanArray, Layout]] = {}
         self.batches = self.heads = 1
         self.args = self._add(problem.mask.rule, problem.mask.args)
         t = problem.tiling
@@ -465,10 +466,10 @@ class _Mask:
             return self._add(rule.a, args[0]), self._add(rule.b, args[1])
         p, t, batches, heads = self.problem, self.problem.tiling, False, False
         if rule is masking._BOOLEAN:
-            visible = np.asarray(args[0].values)
+            visible = args[0].to_host(args[0].values)
             visible = visible.reshape((1,) * (4 - visible.ndim) + visible.shape) != 0
             batches, heads = (n > 1 for n in visible.shape[:2])
-            self.layouts[len(self.parts)] = _layout(p, "mask", visible)
+            self.arrays[len(self.parts)] = args[0], _layout(p, args[0].name, visible)
             args = (
                 np.broadcast_to(visible, (p.B, p.H, p.N_q, p.N_k)),
                 np.broadcast_to(_kinds(visible, t), (p.B, p.H, t.T_r(p.N_q), t.T_c(p.N_k))),
@@ -554,7 +555,7 @@ class _Mask:
 
     def reads(self, part: int, tiles: dict[tuple[int, int], Bools]) -> Counts:
         """What a boolean part reads, score by score, in the given tiles."""
-        t, place = self.problem.tiling, self.layouts[part]
+        t, (_, place) = self.problem.tiling, self.arrays[part]
         shape_and_steps = zip(place.shape, place.strides, strict=True)
         s_b, s_h, s_row, s_column = (0 if n == 1 else step for n, step in shape_and_steps)
         S_ij = Pattern.registers(t, t.R_c)

@@ -91,10 +91,10 @@ class Operands:
                 out.append(self._operand(arg.name, self.arrays[arg.name], (phase,)))
             elif isinstance(arg, BooleanArray):
                 t, p = self.problem.tiling, self.problem
-                kinds = _broadcast(self.arrays["tile map"], (p.B, p.H, t.T_r(p.N_q), t.T_c(p.N_k)))
-                mask = _broadcast(self.arrays["mask"], (p.B, p.H, p.N_q, p.N_k))
-                out += (self._operand("mask", mask, (phase,)),)
-                out += (self._operand("tile map", kinds, (phase,)),)
+                shapes = (p.N_q, p.N_k), (t.T_r(p.N_q), t.T_c(p.N_k))
+                for name, shape in zip((arg.name, arg.map_name), shapes, strict=True):
+                    array = _broadcast(self.arrays[name], (p.B, p.H, *shape))
+                    out.append(self._operand(name, array, (phase,)))
                 out += (t.B_r, t.B_c, p.N_k - p.N_q)
             else:
                 out.append(arg)

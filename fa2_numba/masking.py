@@ -151,9 +151,25 @@ class BooleanArray:
 
     They become ``(mask, tile_map, B_r, B_c, shift)``: the array broadcast to (B, H, N_q, N_k), the
     kind of each of its tiles, the tile sizes and N_k - N_q.
+
+    Attributes
+    ----------
+    values : array of bool
+        Where it is: on the device or the host.
+    name : str
+        Its row in the traffic table.
+    to_host : callable
+        Makes a NumPy array of `values`, for the model.
     """
 
     values: Any
+    name: str = "mask"
+    to_host: Callable[[Any], np.ndarray] = np.asarray
+
+    @property
+    def map_name(self) -> str:
+        """The row of its tile map."""
+        return f"tile map{self.name.removeprefix('mask')}"
 
 
 # ---- the masks --------------------------------------------------------------------------------
@@ -260,8 +276,10 @@ def documents(ids: Any) -> Mask:
     ids = np.atleast_2d(ids)
     if (ids[:, 1:] < ids[:, :-1]).any():
         raise ValueError("ids: documents must not decrease along the key axis")
-    first = np.stack([np.searchsorted(row, row, "left") for row in ids]).astype(np.int32)
-    end = np.stack([np.searchsorted(row, row, "right") for row in ids]).astype(np.int32)
+    first, end = np.empty(ids.shape, np.int32), np.empty(ids.shape, np.int32)
+    for b, row in enumerate(ids):
+        first[b] = np.searchsorted(row, row, "left")
+        end[b] = np.searchsorted(row, row, "right")
     tables = (Table("document start", first), Table("document end", end))
     return Mask(f"documents({len(np.unique(ids))})", _DOCUMENTS, tables)
 

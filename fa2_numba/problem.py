@@ -151,7 +151,7 @@ class Problem:
     def p_width(self) -> int:
         """Elements per access of S and P in the standard softmax and of P in the output kernel."""
         width = VECTOR_BYTES // acc_bytes(self.dtype)
-        return width if self.N_k % width == 0 else 1
+        return width if self.N_k % width == self.tiling.B_c % width == 0 else 1
 
     def columns(self) -> dict[str, Any]:
         """The first columns of this problem's traffic rows."""

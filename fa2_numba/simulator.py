@@ -120,7 +120,8 @@ class Block:
 
     def _barrier(self, value: Any) -> list[Any]:
         frame = sys._getframe(3)  # past the lambda and the simulator's cuda module
-        return self.thread.wait("block", (frame.f_code, frame.f_lasti), value)
+        site = frame.f_code, _instruction_start(frame.f_code, frame.f_lasti)
+        return self.thread.wait("block", site, value)
 
     def _resume(self, thread: _Thread) -> None:
         answer, thread.answer = thread.answer, None
@@ -166,7 +167,8 @@ def exchange(value: Any) -> list[Any]:
     """All values given by the threads of this warp, by lane; every lane of the warp must call."""
     assert Block.current is not None
     frame = sys._getframe(2)
-    return Block.current.thread.wait("warp", (frame.f_code, frame.f_lasti), value)
+    site = frame.f_code, _instruction_start(frame.f_code, frame.f_lasti)
+    return Block.current.thread.wait("warp", site, value)
 
 
 def lane() -> int:
@@ -189,6 +191,12 @@ def shared_tile(shape: tuple[int, int], dtype: Any, offset: int) -> np.ndarray:
             )
         block.shared[key] = raw.view(dtype).reshape(shape)
     return block.shared[key]
+
+
+@functools.cache
+def _instruction_start(code: CodeType, at: int) -> int:
+    """Where the instruction at `at` begins: the interpreter counts its inline caches or not."""
+    return max(i.offset for i in dis.get_instructions(code) if i.offset <= at)
 
 
 @functools.cache
@@ -220,7 +228,7 @@ def dynamic_instruction(depth: int) -> tuple[Any, ...]:
     key: list[Any] = []
     while frame is not None:
         if not _is_simulator(frame):
-            at = frame.f_lasti
+            at = _instruction_start(frame.f_code, frame.f_lasti)
             names = [name for first, last, name in _loops(frame.f_code) if first < at < last]
             values = frame.f_locals if names else {}
             key.append((frame.f_code, at, tuple(int(values[name]) for name in names)))

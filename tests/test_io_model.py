@@ -196,12 +196,13 @@ class Placed(Operands):
             if isinstance(arg, tuple):
                 self.put(arg)
             elif isinstance(arg, masking.Table | masking.BooleanArray):
-                name = arg.name if isinstance(arg, masking.Table) else "mask"
                 values = np.asarray(arg.values)
                 values = values.view(np.uint8) if values.dtype == bool else values
                 place = memory(values.shape, values.dtype, self.shift // values.itemsize)
                 place[...] = values
-                self.arrays[name] = place
+                self.arrays[arg.name] = place
+                if isinstance(arg, masking.BooleanArray):
+                    tile_map.launch(self.problem, self, arg)
 
 
 def count(
@@ -211,8 +212,6 @@ def count(
     A = Placed(problem, dict(arrays), lambda s, t: (memory(s, t), None), 0, 1.0, counted=True)
     A.shift = shift
     A.put((problem.mask.args, problem.score.args))
-    if "mask" in A.arrays:
-        tile_map.launch(problem, A)
     LAUNCH[problem.method](problem, A)
     layouts = {name: layout_of(array) for name, array in A.arrays.items()}
     return A.rows(), replace(problem, layouts=layouts)

@@ -77,8 +77,13 @@ class Inputs:
         x = self.four_dimensions()
         (B, H, N_q, _), (H_k, N_k) = x.q.shape, x.k.shape[1:3]
         group = H // H_k
-        kv = slice(head // group, head // group + max(1, heads // group))
-        some = slice(head, head + min(heads, (kv.stop - kv.start) * group))
+        first_kv, groups = head // group, heads // group
+        if groups == 0:  # some of the query heads that read one key head
+            kv = slice(first_kv, first_kv + 1)
+            some = slice(head, min(head + heads, (first_kv + 1) * group))
+        else:
+            kv = slice(first_kv, min(first_kv + groups, H_k))
+            some = slice(kv.start * group, kv.stop * group)
         batch = slice(0, batches)
         rows = keys = slice(first, first + tokens)
         if B <= batches and H <= heads and max(N_q, N_k) <= tokens:
@@ -173,10 +178,10 @@ def _arrays(file: Path) -> dict[str, Array]:
 def _load_numpy(file: Path) -> Any:
     """An array, or name to array for .npz."""
     try:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return _bits_to_bf16(loaded)
-        with loaded:
+        with file.open("rb") as stream:
+            loaded = np.load(stream, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return _bits_to_bf16(loaded)
             return {name: _bits_to_bf16(loaded[name]) for name in loaded.files}
     except FileNotFoundError:
         raise InputError(f"FILE: {file} does not exist") from None

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from fa2_numba.accounting import tables
 from fa2_numba.accounting.exactness import Exactness
-from fa2_numba.accounting.fits import Fit
 from fa2_numba.accounting.inputs import short
 from fa2_numba.accounting.plots import Drawing, length
 from fa2_numba.accounting.sweep import (
@@ -30,29 +29,29 @@ _CSS = """
 :root{color-scheme:light dark;--page:#fdfdfc;--ink:#222;--soft:#666;--faint:#d9d9d9;--band:#f0f0ee;
 --blue:#0072b2;--good:#00734f;--bad:#b3261e}
 @media(prefers-color-scheme:dark){:root{--page:#16181c;--ink:#e4e4e2;--soft:#a0a0a0;--faint:#3a3d43;
---band:#22252b;--blue:#3b9bdc;--good:#4cc79a;--bad:#ff8a80}}
+--band:#22252b;--blue:#2a7fc2;--good:#4cc79a;--bad:#ff8a80}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:64rem;padding:2rem 1rem 4rem;background:var(--page);color:var(--ink);
 font:1rem/1.55 system-ui,sans-serif}
 h1{font-size:1.7rem;line-height:1.2;margin:0 0 .3rem}
 h2{font-size:1.25rem;margin:2.8rem 0 .6rem}
 p,li{max-width:46rem}
-.soft,caption,figcaption{color:var(--soft);font-size:.9rem}
+.above{margin:1.2rem 0 0}.above+.wide{margin-top:.3rem}
+.soft,figcaption{color:var(--soft);font-size:.9rem}
 .verdict{font-size:1.1rem;border-left:.25rem solid var(--good);padding-left:.8rem}
 .verdict.no,.stopped{border-left:.25rem solid var(--bad);padding-left:.8rem}
 .yes{color:var(--good)}.no{color:var(--bad)}
 .wide{overflow-x:auto;margin:1rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;padding-bottom:.4rem}
 th,td{padding:.25rem .8rem .25rem 0;text-align:right;vertical-align:top;white-space:nowrap}
-td:first-child{white-space:normal;min-width:9rem}
+td:first-child{white-space:normal}
 details{margin:1rem 0}summary{cursor:pointer}
 th{font-weight:600;border-bottom:1px solid var(--faint)}
 td{border-bottom:1px solid var(--faint)}
 .text{text-align:left}
 figure{margin:1.5rem 0}
 figure svg{width:100%;min-width:38rem;height:auto;display:block}
-sub{line-height:0}
+sub{line-height:0;font-size:.75em}
 """
 
 # Colours of plots.py that follow the page.
@@ -132,7 +131,7 @@ def _table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]
 
     body = "".join(cells(row, "td") for row in rows)
     return (
-        f'<div class="wide"><table><caption>{_text(caption)}</caption>'
+        f'<p class="soft above">{_text(caption)}</p><div class="wide"><table>'
         f"<thead>{cells(header, 'th')}</thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -383,13 +382,12 @@ def _theorem_2(sweep: Sweep) -> str:
 
 
 def _slopes(growth: list[Growth]) -> str:
-    fits = {(g.method, g.causal, g.quantity, g.source): g.fit for g in growth}
     shown = []
     for v in tables.VARIANTS:
         for quantity in tables.QUANTITIES:
-            both = [fits[v.method, v.causal, quantity, s] for s in ("counted", "predicted")]
-            cells = [cell for fit in both for cell in _fit(fit, moved=any(both))]
-            shown.append((v.label, quantity, *cells))
+            counted = _fit(growth, v, quantity, "counted")
+            predicted = _fit(growth, v, quantity, "predicted")
+            shown.append((v.label, quantity, *counted, *predicted))
     return _table(
         "Exponents p of bytes ~ N^p with 95 % intervals. Counts have no noise: an interval says "
         "how far the points bend away from one power law.",
@@ -399,15 +397,19 @@ def _slopes(growth: list[Growth]) -> str:
     )
 
 
-def _fit(fit: Fit | None, *, moved: bool) -> tuple[str, str]:
-    """An exponent and the range it was fitted over."""
+def _fit(growth: list[Growth], v: Variant, quantity: str, source: str) -> tuple[str, str]:
+    """An exponent and the range it was fitted over, or why there is none."""
+    wanted = (v.method, v.causal, quantity, source)
+    found = [g for g in growth if (g.method, g.causal, g.quantity, g.source) == wanted]
+    if not found:
+        return "not run", ""
+    fit = found[0].fit
     if fit is None:
-        return ("too few points", "") if moved else ("nothing moves", "")
+        return "one point" if found[0].moves else "nothing moves", ""
     return str(fit), f"N = {length(fit.first_N)} to {length(fit.last_N)}"
 
 
 def _linear(sweep: Sweep, growth: list[Growth]) -> str:
-    fits = {(g.quantity, g.source): g.fit for g in growth if g.method == "fa2" and not g.causal}
     yes, no = '<span class="yes">linear</span>', '<span class="no">quadratic</span>'
     rows = []
     for what, elements, quantity, verdict in (
@@ -418,8 +420,8 @@ def _linear(sweep: Sweep, growth: list[Growth]) -> str:
         ("loads of K and V", "2 N² d / B_r", "loads of K and V", no),
         ("all loads and stores", "2 N² d / B_r + 2 N d + N", "loads and stores", no),
     ):
-        both = [fits[quantity, source] for source in ("counted", "predicted")]
-        rows.append((what, elements, *(_fit(fit, moved=any(both))[0] for fit in both), verdict))
+        both = (_fit(growth, Variant("fa2"), quantity, s)[0] for s in ("counted", "predicted"))
+        rows.append((what, elements, *both, verdict))
     table = _table(
         f"FlashAttention-2, one head, elements issued; fitted exponents, predicted ones over N ≥ "
         f"{tables.LARGE_N:,}",

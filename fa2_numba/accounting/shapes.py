@@ -98,13 +98,13 @@ class Shape:
         from fa2_numba.api import backend
         from fa2_numba.launch import shared_limit
 
+        if backend() == "simulator" and self.work > SIMULATED_WORK:
+            return f"{self.work:,} multiply-adds are too many for the simulator"
         try:
             tiling.check(self.d, self.dtype, method, shared_limit(None))
         except ValueError as error:
             return str(error)
         if backend() == "simulator":
-            if self.work > SIMULATED_WORK:
-                return f"{self.work:,} multiply-adds are too many for the simulator"
             return ""
         if self.work > GPU_WORK:
             return f"{self.work:,} multiply-adds would take minutes"

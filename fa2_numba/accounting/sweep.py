@@ -19,7 +19,7 @@ from fa2_numba.accounting.exactness import Exactness, Expected, sample_rows
 from fa2_numba.accounting.inputs import DTYPES, Inputs, shipped
 from fa2_numba.accounting.tables import METHODS, Setting
 from fa2_numba.io_model import predict
-from fa2_numba.problem import Problem
+from fa2_numba.problem import ALLOCATION_ALIGNMENT, Problem
 from fa2_numba.tiling import Tiling, acc_bytes, choose
 from fa2_numba.traffic import Traffic, differences
 
@@ -362,6 +362,8 @@ class Experiment:
 
         data = self.data
         arguments = dict(data.problem, method=self.method, tiling=self.tiling)
+        if data.problem.get("mask") is not None:
+            arguments["mask"] = to_device(data.problem["mask"])
         m = api.measure(*(to_device(x) for x in (data.q, data.k, data.v)), **arguments)
         predicted = predict(m.problem)
         columns = m.problem.columns()
@@ -391,11 +393,11 @@ def compare(
 
 
 def to_device(array: Array) -> Any:
-    """Where kernels can read it: itself under the simulator, else a copy on the GPU."""
+    """A copy where kernels can read it, at an address that is as aligned as a GPU allocation's."""
     from fa2_numba.api import backend
 
     if backend() == "simulator":
-        return array
+        return _aligned(array)
     try:
         import cupy
     except ImportError:
@@ -403,6 +405,14 @@ def to_device(array: Array) -> Any:
 
         return cuda.to_device(np.ascontiguousarray(array))
     return cupy.asarray(array)
+
+
+def _aligned(array: Array) -> Array:
+    raw = np.empty(array.nbytes + ALLOCATION_ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % ALLOCATION_ALIGNMENT
+    copy = raw[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def obstacle(experiment: Experiment) -> str:

@@ -152,14 +152,17 @@ class Growth:
         One of `QUANTITIES`, in bytes issued.
     source : str
         "counted", or "predicted", then over N >= `LARGE_N` only.
+    moves : bool
+        Whether it is more than zero at some N.
     fit : Fit or None
-        None where it is zero at every N.
+        None with fewer than two N where it is.
     """
 
     method: str
     causal: bool
     quantity: str
     source: str
+    moves: bool
     fit: Fit | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,20 +170,22 @@ class Growth:
         numbers = asdict(self.fit) if self.fit else dict.fromkeys(Fit.__dataclass_fields__)
         if self.fit and math.isinf(self.fit.half_width):
             numbers["half_width"] = None
-        columns = {n: getattr(self, n) for n in ("method", "causal", "quantity", "source")}
+        names = ("method", "causal", "quantity", "source", "moves")
+        columns = {n: getattr(self, n) for n in names}
         return {**columns, **numbers}
 
 
 def growth(rows: Iterable[Traffic], setting: Setting) -> list[Growth]:
-    """Fit every quantity of every method over the rows of one setting."""
+    """Fit every quantity of every method that has rows of this setting."""
     rows, found = list(rows), []
     for v in VARIANTS:
         for source in ("counted", "predicted"):
             line = curve(rows, v, setting, source)
             line = [r for r in line if source == "counted" or r.n_q >= LARGE_N]
-            for quantity, choice in QUANTITIES.items():
-                fit = fit_exponent(*over_N(line, choice))
-                found.append(Growth(v.method, v.causal, quantity, source, fit))
+            for quantity, choice in QUANTITIES.items() if line else ():
+                N, y = over_N(line, choice)
+                fit = fit_exponent(N, y)
+                found.append(Growth(v.method, v.causal, quantity, source, any(y), fit))
     return found
 
 

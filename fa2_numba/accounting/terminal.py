@@ -23,7 +23,7 @@ def _table(title: str, header: Sequence[str], text: int) -> Table:
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
     )
     for n, name in enumerate(header):
-        table.add_column(name, justify="left" if n < text else "right", no_wrap=n > 0)
+        table.add_column(name, justify="left" if n < text else "right", overflow="fold")
     return table
 
 
@@ -97,7 +97,7 @@ def traffic(title: str, predicted: list[Traffic], counted: list[Traffic] | None)
     """Predicted and, if it ran, counted rows of one problem side by side."""
     sides = ("predicted", "counted") if counted is not None else ("predicted",)
     header = ["array", "phase", "op"]
-    header += [f"{what} {side}" for what in ("bytes", "requests", "sectors") for side in sides]
+    header += [f"{what}\n{side}" for what in ("bytes", "requests", "sectors") for side in sides]
     table = _table(title, header, 3)
     found = {
         "predicted": {r.key: r for r in predicted},

@@ -15,7 +15,7 @@ from numba import cuda
 
 from fa2_numba import hbm
 from fa2_numba.launch import Operands
-from fa2_numba.masking import EMPTY, FULL, PARTIAL
+from fa2_numba.masking import EMPTY, FULL, PARTIAL, BooleanArray
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling, ceil_div
 
@@ -57,17 +57,17 @@ def build(tiling: Tiling) -> Any:
     return hbm.jit(tile_map, "tile_map")
 
 
-def launch(problem: Problem, A: Operands) -> None:
-    """Make the array "tile map" of the operands `A` from their "mask"."""
+def launch(problem: Problem, A: Operands, mask: BooleanArray) -> None:
+    """Make the tile map of a boolean mask that is among the operands `A`."""
     t = problem.tiling
-    B, H, N_q, N_k = A.arrays["mask"].shape
+    B, H, N_q, N_k = A.arrays[mask.name].shape
     shape = (B, H, t.T_r(N_q), t.T_c(N_k))
-    A.arrays["tile map"] = A.allocate(shape, np.uint8)
+    A.arrays[mask.map_name] = A.allocate(shape, np.uint8)
     A.run(
         build(t),
         B * H * t.T_r(N_q) * t.T_c(N_k),
         t.threads,
         0,
-        A.array("mask", "tile map"),
-        A.array("tile map", "tile map"),
+        A.array(mask.name, "tile map"),
+        A.array(mask.map_name, "tile map"),
     )
