@@ -449,7 +449,7 @@ class _Call(_Shape):
         if isinstance(self.out, np.ndarray) and not self.out.flags.writeable:
             raise ValueError("out: got a read-only array, accepted: a writable one")
         sizes = zip(view.layout.shape, view.layout.strides, strict=True)
-        if any(size > 1 and step == 0 for size, step in sizes):
+        if 0 not in view.layout.shape and any(size > 1 and step == 0 for size, step in sizes):
             raise ValueError("out: got an array with stride 0, accepted: elements of their own")
         for name in ("q", "k", "v"):
             if arrays.overlap(view.layout, self.views[name].layout):

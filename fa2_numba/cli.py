@@ -288,7 +288,7 @@ def _verdict(sweep: "Sweep") -> str:
     exact = sum(e.exact for e in sweep.exactness)
     return (
         f"{exact} of {len(sweep.exactness)} outputs exact, {rows - wrong:,} of {rows:,} counted "
-        f"rows equal to their prediction ({sweep.plan.machine})."
+        f"rows equal to their prediction, on {sweep.plan.machine}."
     )
 
 

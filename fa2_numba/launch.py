@@ -161,7 +161,7 @@ def launch(
     Above 48 KB the driver wants to be asked for each compiled kernel; Numba does not ask.
     """
     if simulator.ACTIVE:
-        kernel[blocks, threads, stream, shared_bytes](*args)
+        kernel[blocks, threads, stream, shared_bytes](*(simulator.argument(a) for a in args))
         return
     from numba.cuda.cudadrv.driver import _to_core_stream, binding, driver
 

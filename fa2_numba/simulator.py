@@ -97,7 +97,12 @@ class Block:
         self.index = Dim3(*grid_point)
         self.number = int(np.ravel_multi_index(tuple(grid_point), tuple(self.grid_dim)))
         points = [(x, y, z) for z in range(z_dim) for y in range(y_dim) for x in range(x_dim)]
-        threads = [_Thread(self, n, p, lambda: self.fn(*args)) for n, p in enumerate(points)]
+
+        def body() -> None:
+            with np.errstate(all="ignore"):  # a GPU computes with NaN and infinity in silence
+                self.fn(*args)
+
+        threads = [_Thread(self, n, p, body) for n, p in enumerate(points)]
         host, previous = threading.current_thread(), Block.current
         Block.current = self
         host.syncthreads = lambda: self._barrier(None)  # type: ignore[attr-defined]
@@ -161,6 +166,18 @@ class Block:
         values = [t.waits_for[2] for t in group]  # type: ignore[index]
         for t in group:
             t.waits_for, t.answer = None, values
+
+
+def argument(value: Any) -> Any:
+    """A kernel argument as the simulator takes it without copying it in and out.
+
+    (Its copy refuses arrays that are not contiguous.)
+    """
+    if not isinstance(value, np.ndarray):
+        return value
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    return FakeCUDAArray(value)
 
 
 def exchange(value: Any) -> list[Any]:

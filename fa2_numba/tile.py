@@ -7,6 +7,7 @@ Indices into shared memory are unsigned (`u32`): a signed index costs a wrap-aro
 from the compiler that four neighbours are one ``LDS.128``.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,6 @@ def score_finisher(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
 def nonfinite_finder(rows: int, columns: int, threads: int, fmt: Format) -> Any:
     """A device function ``find(T, tid)``: 1 if this thread's share of T has NaN or inf, else 0."""
     steps = ceil_div(rows * columns, threads)
-    zero = fmt.acc(0)
 
     @device
     def find(T, tid):
@@ -198,7 +198,7 @@ def nonfinite_finder(rows: int, columns: int, threads: int, fmt: Format) -> Any:
             e = tid + u32(t * threads)
             if e < u32(rows * columns):
                 x = T[e // u32(columns), e % u32(columns)]
-                if not x - x == zero:
+                if not math.isfinite(x):
                     found = np.int32(1)
         return found
 

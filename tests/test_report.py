@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from fa2_numba import simulator
 from fa2_numba.accounting import plots, report, sweep, tables
 from fa2_numba.accounting.inputs import Inputs
+from fa2_numba.accounting.page import FILES, worst
+from fa2_numba.accounting.page import page as write_page
 from fa2_numba.accounting.tables import Setting
 from fa2_numba.tiling import Tiling
 from fa2_numba.traffic import COLUMNS
@@ -115,14 +118,17 @@ def test_progress_is_said_before_each_experiment():
 
 
 def test_the_plans_are_what_they_claim():
-    small, large = (sweep.plan(kind, "x") for kind in ("simulator", "gpu_without_driver"))
-    assert small.setting == large.setting  # anything but "gpu" is small
-    assert max(small.curve) == sweep.MILLION
-    assert set(small.sizes) <= set(small.curve)
-    assert small.bars_N in small.sizes
-    assert small.tile_N in small.sizes
-    assert {t.B_c for t in small.tile_tilings[:4]} == {8}
-    assert {t.B_r for t in small.tile_tilings[4:]} == {8}
+    small, large = (sweep.plan(kind, "x") for kind in ("simulator", "gpu"))
+    assert small.limits is not None
+    assert large.limits is None
+    assert (min(large.sizes), max(large.sizes)) == (512, 32_768)
+    for plan in (small, large):
+        assert max(plan.curve) == sweep.MILLION
+        assert set(plan.sizes) <= set(plan.curve)
+        assert plan.bars_N in plan.sizes
+        assert len({t.B_c for t in plan.tile_tilings[:4]}) == 1
+        assert len({t.B_r for t in plan.tile_tilings[4:]}) == 1
+        assert plan.tile_tilings[-1].B_r in {t.B_r for t in plan.tile_tilings[:4]}
 
 
 # --- the folder ------------------------------------------------------------------------------
@@ -156,7 +162,6 @@ def test_every_figure_is_written_in_both_formats(folder):
 def test_captions_name_level_source_and_machine(finished):
     for drawing in plots.draw(finished.table, finished.plan):
         assert "level: issued" in drawing.caption
-        assert "predicted" in drawing.caption
         if drawing.name != "growth_gpu_tiles":
             assert "counted on the simulator (test)" in drawing.caption
         for ax in drawing.figure.axes:
@@ -243,8 +248,8 @@ def test_the_page_loads_nothing(page, folder):
     text = (folder / "index.html").read_text()
     assert re.findall(r"https?:|//[a-z]|@import|<script|<link", text) == []
     assert re.findall(r"url\((?!#)", text) == []
-    assert {link for link in page.links if not link.startswith("#")} == set(report.FILES)
-    assert all((folder / name).exists() for name in report.FILES)
+    assert {link for link in page.links if not link.startswith("#")} == set(FILES)
+    assert all((folder / name).exists() for name in FILES)
 
 
 def test_bytes_on_the_page_are_the_tables(page, finished):
@@ -275,8 +280,6 @@ def test_closed_forms_on_the_page_are_what_was_counted(page, finished):
 
 
 def test_errors_on_the_page_are_the_checks(page, finished):
-    from fa2_numba.accounting.page import worst
-
     shown = page.table("error of O", "error of L")
     found = worst(finished.exactness)
     assert len(shown) == len(found)
@@ -296,6 +299,11 @@ def test_the_page_says_where_linear_is_false(page):
 
 
 # --- what goes wrong -------------------------------------------------------------------------
+
+
+def without_figures(found):
+    """The page of a sweep, quicker."""
+    return Page(write_page(found, [], [], tables.growth(found.table, found.plan.setting)))
 
 
 def test_an_interrupted_sweep_keeps_its_finished_part(tmp_path, monkeypatch):
@@ -331,13 +339,10 @@ def test_a_sweep_stopped_before_its_first_row_still_has_a_page(tmp_path):
     assert all(row["counted"] == "not run" for row in page.table("what", "elements"))
 
 
-def test_what_is_wrong_is_on_the_page(tmp_path, monkeypatch):
+def test_what_is_wrong_is_on_the_page(monkeypatch):
     def off_by_one(problem, honest=sweep.predict):
         row, *rest = honest(problem)
-        return [*rest, sweep.replace(row, elements=row.elements + 1)]
-
-    def wrong(self, array, honest=sweep.Experiment.run):
-        return honest(self)
+        return [*rest, replace(row, elements=row.elements + 1)]
 
     monkeypatch.setattr(sweep, "predict", off_by_one)
     found = sweep.Sweep(tiny_plan(), [])
@@ -347,12 +352,12 @@ def test_what_is_wrong_is_on_the_page(tmp_path, monkeypatch):
     first = found.comparisons[0]
     assert first.differences == 1
     assert "counted (" in first.first
-    page = Page(report.write(found, tmp_path).read_text())
+    page = without_figures(found)
     shown = page.table("input", "Br × Bc", "bytes counted")[0]
     assert shown["differ"].startswith("1: ")
 
 
-def test_a_matrix_that_does_not_fit_the_gpu_is_skipped_with_the_reason(tmp_path, monkeypatch):
+def test_a_matrix_that_does_not_fit_the_gpu_is_skipped_with_the_reason(monkeypatch):
     monkeypatch.setattr(
         sweep, "obstacle", lambda e: "S and P need 8.0 GiB" if e.method == "standard" else ""
     )
@@ -360,15 +365,13 @@ def test_a_matrix_that_does_not_fit_the_gpu_is_skipped_with_the_reason(tmp_path,
     for _, _ in zip(range(4), found.run(), strict=False):
         pass
     assert found.notes == ["standard, N = 4, 4 × 4, random: not run, S and P need 8.0 GiB"]
-    page = Page(report.write(found, tmp_path).read_text())
+    page = without_figures(found)
     assert found.notes[0] in " ".join(page.text)
 
 
-def test_an_inexact_output_is_called_so(finished, tmp_path):
-    from dataclasses import replace
-
+def test_an_inexact_output_is_called_so(finished):
     bad = replace(finished.exactness[0], exact=False, out_error=1.0, message="out: <far> off")
     found = replace(finished, exactness=[bad])
     assert not found.all_exact
-    page = Page(report.write(found, tmp_path).read_text())
+    page = without_figures(found)
     assert page.table("error of O")[0][""] == "out: <far> off"

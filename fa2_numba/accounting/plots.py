@@ -225,7 +225,8 @@ def growth(rows: Rows, plan: Plan, setting: Setting, name: str) -> Drawing | Non
             fits = (fit_exponent(n, count), fit_exponent(*_large(N, y)))
             handles.append(_legend_line(v, fits, counted))
         ax.set(xscale="log", yscale="log", title=title, xlabel="N", ylabel=label)
-        _log2_axis(ax.xaxis, [m for m in (16, 256, 4096, 65536, MILLION) if m >= min(N)])
+        every = (16, 256, 4096, 65536, MILLION) if min(N) <= 16 else (1024, 32768, MILLION)
+        _log2_axis(ax.xaxis, every)
         _bytes_axis(ax)
         ax.set_ylim(top=ax.get_ylim()[1] * (300 if quantity == "total" else 30))
         if counted:
@@ -263,32 +264,29 @@ def _legend_line(v: Variant, fits: tuple[Fit | None, Fit | None], counted: bool)
 
 
 def arrays(rows: Rows, plan: Plan) -> Drawing | None:
-    """What each array moves, stacked, for each method at one counted N and one large N."""
-    setting = plan.other or plan.setting
-    large = 16_384 if plan.other else max(plan.sizes) * 8
-    panels = [
-        (plan.bars_N, plan.setting, "counted"),
-        (large, setting, "predicted"),
-    ]
+    """What each array moves, stacked, for each method, at a small and a large N."""
+    panels = [(1024, plan.setting, "counted"), (plan.bars_N, plan.setting, "counted")]
+    if plan.other:
+        panels = [(plan.bars_N, plan.setting, "counted"), (16_384, plan.other, "predicted")]
     figure, axes = _figure(2, 2.7)
     for ax, (N, s, source) in zip(axes, panels, strict=True):
         found = {v: [r for r in tables.curve(rows, v, s, source) if r.n_q == N] for v in DRAWN}
         if not any(found.values()):
             return None
         _bars(ax, found, hollow=source == "predicted")
-        ax.set_title(
-            f"{source.capitalize()}: N = {N:,}, d = {s.d}, tiles {s.tiling.B_r} × {s.tiling.B_c}"
-        )
+        tiles = f"{s.tiling.B_r} × {s.tiling.B_c}"
+        ax.set_title(f"{source.capitalize()}: N = {N:,}, d = {s.d}, tiles {tiles}")
         ax.set_xlabel("bytes issued, loads and stores")
     handles = [Patch(facecolor=c, label=name) for name, c in ARRAY_COLOURS.items()]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=7, handlelength=1, handleheight=1
     )
     caption = (
-        f"Bytes issued to global memory (level: issued) by array, one head, fp32. Left: counted on "
-        f"{plan.machine}. Right: predicted, drawn lighter. S and P vanish in both FlashAttentions. "
-        f"What FA1 spends on O and its statistics, FA2 does not. What remains in FA2 is K and V, "
-        f"streamed once for every query tile."
+        f"Bytes issued to global memory (level: issued) by array, one head, fp32. "
+        f"{'Left' if plan.other else 'Both'}: counted on {plan.machine}. "
+        f"{'Right: predicted, drawn lighter. ' if plan.other else ''}"
+        f"S and P vanish in both FlashAttentions. What FA1 spends on O and its statistics, FA2 "
+        f"does not. What remains in FA2 is K and V, streamed once for every query tile."
     )
     return Drawing("arrays", "Traffic by array", caption, figure)
 
@@ -435,7 +433,7 @@ def _shares(ax: Any, rows: Rows, plan: Plan, methods: Sequence[str], quantity: A
             )
             N = sorted(n for n in full if n in causal and n % B_r == 0 and n // B_r <= MOST_TILES)
             T, share = [n // B_r for n in N], [causal[n] / full[n] for n in N]
-            ax.plot(T, share, **{**look, "linewidth": 3 if method == "fa1" else 1.2})
+            ax.plot(T, share, **{**look, "linewidth": 2.4 if method == "fa1" else 1.2})
             if source == "predicted" and T:
                 up = {"fa1": 5, "fa2": -5}.get(method, 0) if len(methods) > 1 else 0
                 ax.annotate(v.label, (T[-1], share[-1]), xytext=(5, up), color=colour(v),
@@ -448,8 +446,8 @@ def _tile_labels(ax: Any, rows: Rows, plan: Plan) -> None:
         tables.visited_tiles(tables.curve(rows, Variant("fa2", c), plan.setting, "counted"))
         for c in (False, True)
     )
-    for N in sorted(n for n in full if n in causal)[:8]:
+    for N in sorted(n for n in full if n in causal):
         T = N // plan.setting.tiling.B_r
-        if T & (T - 1) == 0:
+        if T in (1, 2, 4, 8):
             text, at = f"{causal[N]:.0f} of {full[N]:.0f}", (T, causal[N] / full[N])
             ax.annotate(text, at, xytext=(6, 2), textcoords="offset points", fontsize=7.5)

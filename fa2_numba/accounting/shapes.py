@@ -142,15 +142,16 @@ def tiling_with(B_r: int | None, B_c: int | None, default: Tiling) -> Tiling:
     Raises
     ------
     ValueError
-        No grid does.
+        A size below 1.
     """
+    for name, size in (("--block-r", B_r), ("--block-c", B_c)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: got {size}, accepted are 1 and more")
     B_r, B_c = B_r or default.B_r, B_c or default.B_c
     grids = [(default.n_r, default.n_c)]
     grids += [(n // n_c, n_c) for n in (256, 128, 64, 32) for n_c in (32, 16, 8, 4, 2, 1)]
     if default.threads <= 32:
         grids = [grids[0], *reversed(grids)]
-    grids += [(n_r, n_c) for n_c in (4, 2, 1) for n_r in (4, 2, 1)]
-    for n_r, n_c in grids:
-        if B_r % n_r == 0 and B_c % n_c == 0:
-            return Tiling(B_r, B_c, n_r, n_c)
-    raise ValueError(f"--block-r, --block-c: no thread grid divides {B_r} and {B_c}")
+    grids += [(n_r, n_c) for n_c in (4, 2, 1) for n_r in (4, 2, 1)]  # the last, 1 x 1, divides all
+    n_r, n_c = next((r, c) for r, c in grids if B_r % r == 0 and B_c % c == 0)
+    return Tiling(B_r, B_c, n_r, n_c)

@@ -17,10 +17,10 @@ from fa2_numba.reference import InnerStep, RowTile
 from fa2_numba.traffic import Traffic
 
 
-def _table(title: str, header: Sequence[str], text: int) -> Table:
-    """A table whose first `text` columns are left-aligned."""
+def _table(title: str, header: Sequence[str], text: int, gap: int = 2) -> Table:
+    """A table whose first `text` columns are left-aligned, `gap` blanks between columns."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, gap, 0, 0)
     )
     for n, name in enumerate(header):
         table.add_column(name, justify="left" if n < text else "right", overflow="fold")
@@ -44,9 +44,11 @@ def _difference(counted: int, predicted: int, rows: int) -> Text:
 
 def summary(sweep: Sweep, growth: list[Growth]) -> Table:
     """One line for each method and mask: counts at the largest N, exponent, error."""
-    header = ["input", "method", "mask", "N", "counted B", "predicted B", "difference"]
-    header += ["slope", "error / allowed"]
-    table = _table("Bytes issued to global memory, at the largest N of each", header, 3)
+    header = ["input", "method, mask", "N", "bytes\ncounted", "bytes\npredicted", "differ"]
+    header += ["slope", "error /\nallowed"]
+    table = _table("Bytes issued to global memory, at the largest N of each", header, 2, gap=1)
+    for column in table.columns[1:]:
+        column.no_wrap = True
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for c in sweep.comparisons:
         groups.setdefault((c.experiment, c.method, c.mask), []).append(c)
@@ -62,8 +64,7 @@ def summary(sweep: Sweep, growth: list[Growth]) -> Table:
         exact = [e for e in sweep.exactness if (e.input, e.method, e.mask) == (name, method, mask)]
         table.add_row(
             short(name),
-            Variant(method).label,
-            mask,
+            Variant(method).label + ("" if mask == "none" else f", {mask}"),
             f"{last.n_q:,}",
             f"{last.counted_bytes:,}",
             f"{last.predicted_bytes:,}",
@@ -77,7 +78,7 @@ def summary(sweep: Sweep, growth: list[Growth]) -> Table:
 def exactness(found: list[Exactness]) -> Table:
     """One line for each output checked."""
     header = ["input", "method", "mask", "dtype", "rows"]
-    header += ["error of O", "allowed", "error of L", "allowed", ""]
+    header += ["error\nof O", "\nallowed", "error\nof L", "\nallowed", ""]
     table = _table("Largest absolute error against the float64 reference", header, 4)
     for e in found:
         numbers = (e.out_error, e.out_allowed, e.lse_error, e.lse_allowed)
