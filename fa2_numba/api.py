@@ -76,8 +76,9 @@ def attention(
     ----------
     q : array, (N_q, d), (H, N_q, d) or (B, H, N_q, d)
         Queries. fp32, fp64, fp16 or bf16; any strides. CuPy, torch (without autograd) or Numba
-        arrays, or others with ``__cuda_array_interface__`` or DLPack, on one GPU; they run on that
-        device and on its current stream. Under the simulator, NumPy arrays.
+        arrays, or others with ``__cuda_array_interface__`` or DLPack, on one GPU. Kernels run on
+        that device, on CuPy's or torch's current stream, else on the default stream. Under the
+        simulator, NumPy arrays.
     k, v : array, (N_k, d), (H_k, N_k, d) or (B, H_k, N_k, d)
         Keys and values, as `q`. H is a multiple of H_k; query head h reads head h // (H // H_k).
     causal : bool, "bound" or "skip"
@@ -167,6 +168,7 @@ def predict(
     mask: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
+    score: masking.Score | None = None,
     method: str = "auto",
     tiling: Tiling | None = None,
 ) -> list[Traffic]:
@@ -202,7 +204,7 @@ def predict(
         call = _Call(q, k, v, method=method, tiling=tiling, scale=None, out=None)
     else:
         call = _Shape(shape, heads_kv, n_k, dtype, method, tiling)
-    call.change(causal, window, mask, softcap, alibi_slopes, None)
+    call.change(causal, window, mask, softcap, alibi_slopes, score)
     return io_model.predict(call.problem())
 
 
@@ -247,7 +249,8 @@ class _Shape:
         self.tiling = _tiling(tiling, self.d, dtype, self.method, device)
         self.layouts: dict[str, Layout] = {}
         self.mask, self.score = masking.none(), masking.unchanged()
-        self.names: dict[str, int] = {}  # of mask and score arrays, and how many bear each
+        # Names of mask and score arrays, and how many bear each; those of the kernels are taken.
+        self.names = dict.fromkeys(("Q", "K", "V", "O", "L", "S", "P", "l", "m", "O_acc"), 1)
 
     @property
     def shape_of_mask(self) -> tuple[int, ...]:
@@ -513,6 +516,7 @@ class _Call(_Shape):
 
 
 def _to_device(values: np.ndarray, operands: Operands) -> Any:
+    values = np.ascontiguousarray(values)
     if simulator.ACTIVE:
         copy = arrays.aligned_empty(values.shape, values.dtype)
         copy[...] = values

@@ -125,6 +125,10 @@ class Operands:
 
     def rows(self) -> list[Traffic]:
         """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
+        if not simulator.ACTIVE:
+            from numba import cuda
+
+            cuda.synchronize()  # the kernels may run on a stream that no copy waits for
         sums: dict[tuple[str, str, str], list[int]] = {}
         for name, phases, itemsize, tally in self._tallies:
             counts = tally.counts()

@@ -475,17 +475,27 @@ def alibi(slopes: Any) -> Score:
     return Score("alibi", _ALIBI, (Table("slopes", np.atleast_2d(np.asarray(slopes))),))
 
 
-def score(change: Function, *args: Any, name: str | None = None) -> Score:
-    """Your own ``change(args, i, j, s) -> s`` of the scaled score s."""
+@dataclass(frozen=True)
+class _Own:
+    """A user's score change."""
 
-    def make(acc):
+    change: Function
+
+    def functions(self, wrap: Wrap, acc: Any) -> tuple[Any, Any]:
+        own = wrap(self.change)
+
         def prepare(args, b, h):
             return args
 
-        def changed(state, i, j, s):
-            return acc(change_compiled(state, i, j, s))
+        def change(args, i, j, s):
+            return acc(own(args, i, j, s))
 
-        change_compiled = change
-        return prepare, changed
+        return wrap(prepare), wrap(change)
 
-    return Score(name or change.__name__, Change(make), args)
+
+def score(change: Function, *args: Any, name: str | None = None) -> Score:
+    """Your own ``change(args, i, j, s) -> s`` of the scaled score s.
+
+    `args` may be numbers. The function must be one that Numba can compile.
+    """
+    return Score(name or change.__name__, _Own(change), args)

@@ -193,7 +193,7 @@ def _key(figure: Figure, *, counted: bool, theory: str) -> None:
 def _source(plan: Plan, counted: bool) -> str:
     if not counted:
         return "All of it is predicted; none of it was run here."
-    return f"Filled markers (shaded range) were counted on {plan.machine}; lines are predicted."
+    return f"Filled markers were counted on {plan.machine}; lines are predicted."
 
 
 # (a) growth ---------------------------------------------------------------------------------------
