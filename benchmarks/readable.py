@@ -4,14 +4,17 @@
 
 Setting: batch x N = 16,384, hidden size 2048, TF32 off, random normal data. In each cell the
 implementations take turns, so that a drift of the clock hits all alike. A cell's inputs are 384 MB,
-several times the L2, and every turn streams them anew. Times are CUDA events around one call.
-FLOPs: 4 N^2 d per head, half when causal.
+several times the L2, and every turn streams them anew. A turn is a burst of calls between two CUDA
+events, long enough (30 ms) that the host prepares the next call while the GPU works; the host's
+cost of one call is recorded on its own. FLOPs: 4 N^2 d per head, half when causal.
 """
 
 import argparse
 import itertools
 import json
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,28 +29,42 @@ from fa2_numba.tiling import choose
 
 TOKENS, HIDDEN = 16384, 2048
 PEER = "torch mem-efficient"
+BURST_MILLISECONDS = 30
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Time of one call on the GPU."""
+def milliseconds(call: Callable[[], Any], burst: int = 1) -> float:
+    """Time of one call on the GPU, averaged over a burst."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    call()
+    for _ in range(burst):
+        call()
     end.record()
     torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
+    return float(start.elapsed_time(end)) / burst
 
 
 def take_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, `rounds` times, the calls taking turns after one warm-up each."""
-    for call in calls.values():
+    """Milliseconds of each call, `rounds` times, the calls taking turns after two warm-ups each."""
+    bursts = {}
+    for name, call in calls.items():
         call()
-    torch.cuda.synchronize()
+        bursts[name] = max(1, min(8, math.ceil(BURST_MILLISECONDS / milliseconds(call))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(milliseconds(call))
+            times[name].append(milliseconds(call, bursts[name]))
     return times
+
+
+def host_microseconds(call: Callable[[], Any], repeats: int = 50) -> float:
+    """Median time that the host spends in one call."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return round(1e6 * statistics.median(times), 1)
 
 
 def implementations(
@@ -104,6 +121,15 @@ def rows(sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
+def host_costs() -> dict[str, float]:
+    """Host microseconds of one call on a small problem."""
+    q = torch.randn(1, 8, 128, 64, device="cuda")
+    calls = implementations(q, q, q, causal=False)
+    for call in calls.values():
+        call()
+    return {name: host_microseconds(call) for name, call in calls.items()}
+
+
 def matrix_rate() -> float:
     """TFLOP/s of an 8192^3 fp32 matrix product: the ceiling of fp32 arithmetic here."""
     a, b = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
@@ -124,6 +150,7 @@ def main() -> None:
         **about,
         "setting": {"tokens": TOKENS, "hidden": HIDDEN, "tf32": False, "data": "normal"},
         "matrix_product_tflops": matrix_rate(),
+        "host_microseconds_per_call": host_costs(),
         "tilings": {
             f"{method} d={d}": str(choose(d, "fp32", method, limit))
             for method in fa2_numba.METHODS
@@ -143,6 +170,7 @@ def main() -> None:
     record["after"] = {"sm_clock": clock, "power": power, "temperature": heat}
     target = results_folder(about["gpu"]) / "readable.json"
     target.write_text(json.dumps(record, indent=1) + "\n")
+    print("host us per call:", record["host_microseconds_per_call"])
     print(f"matrix product: {record['matrix_product_tflops']} TFLOP/s; wrote {target.name}")
 
 

@@ -19,7 +19,7 @@ from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.tiling import Tiling, ceil_div
 
 u32 = np.uint32
-BYTES_IN_FLIGHT = 128  # per thread: 8 loads of 16 bytes, 32 registers
+LOADS_IN_FLIGHT = 8  # that a thread asks for before it waits; 32 registers at 16 bytes each
 
 
 def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> Any:
@@ -28,19 +28,18 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
     ``load(T, A, b, h, row_0, N, col_0, M, factor, tid)``:
     ``T[r, k] = factor * A[b, h, row_0 + r, col_0 + k]`` for r < `rows`, k < `columns`. A has N rows
     and M columns; what lies outside becomes 0. Neighbouring lanes take neighbouring pieces of
-    `width` elements, so a warp reads whole lines. A thread asks for `BYTES_IN_FLIGHT`
-    before it stores the first element.
+    `width` elements, so a warp reads whole lines. A thread asks for `LOADS_IN_FLIGHT` pieces
+    before it stores the first.
     """
     pieces = columns // width
     total = rows * pieces
     steps = ceil_div(total, threads)
-    batch = min(steps, max(1, BYTES_IN_FLIGHT // (width * fmt.itemsize)))
+    batch = min(steps, LOADS_IN_FLIGHT)
     batches = ceil_div(steps, batch)
     held = batch * width
     whole_rows = threads % pieces == 0  # then a thread stays in its columns and steps down rows
     rows_a_step = threads // pieces
     storage, to_acc = fmt.storage, fmt.to_acc
-    nothing = storage(0)
     load = vector_load(width)
 
     @device
@@ -54,6 +53,7 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
     @device
     def load_tile(T, A, b, h, row_0, N, col_0, M, factor, tid):
         x = cuda.local.array(held, storage)
+        nothing = storage(0)  # made here: libNVVM refuses a frozen float16 constant
         for s in range(batches):
             for t in range(batch):
                 r, k, mine = place(tid, s * batch + t)

@@ -1,0 +1,341 @@
+"""The machine code of the kernels for sm_90a, compiled and read without a GPU.
+
+A launcher asks for its kernels with the argument types of a real call; instead of launching them,
+`Compiled` compiles them and reads their SASS. So a new method is covered the day it is listed.
+"""
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fa2_numba import api, hbm, masking, simulator
+from fa2_numba.kernels import fa1, fa2, standard, tile_map
+from fa2_numba.launch import Operands
+from fa2_numba.masking import BooleanArray, Table
+from fa2_numba.problem import Problem
+from fa2_numba.tiling import REGISTERS_PER_SM, Tiling, choose
+
+pytestmark = pytest.mark.codegen
+
+H200_SHARED_BYTES = 232_448
+N = 64
+STORAGE = {"fp32": np.float32, "fp64": np.float64, "fp16": np.float16, "bf16": np.uint16}
+
+# ---- compiling without a driver ---------------------------------------------------------------
+
+
+def tool(name: str) -> str | None:
+    """A disassembler from the wheels of the codegen extra, or from the path."""
+    try:
+        from cuda.pathfinder import find_nvidia_binary_utility
+    except ImportError:
+        return shutil.which(name)
+    return find_nvidia_binary_utility(name) or shutil.which(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A device of compute capability 9.0, as far as Numba's compiler asks."""
+    if simulator.ACTIVE or not (tool("nvdisasm") and tool("cuobjdump")):
+        pytest.skip("needs the codegen extra, and NUMBA_ENABLE_CUDASIM=0")
+    from numba.cuda import codegen, dispatcher
+
+    device = SimpleNamespace(compute_capability=(9, 0))
+    context = SimpleNamespace(device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "get_current_device", lambda: device)
+        patch.setattr(codegen, "devices", SimpleNamespace(get_context=lambda *_: context))
+        yield tmp_path_factory.mktemp("cubins")
+
+
+@dataclass(frozen=True)
+class Code:
+    """One compiled kernel."""
+
+    name: str
+    instructions: tuple[str, ...]  # opcode and operands, without predicate
+    registers: int
+    stack: int
+    local: int
+    threads: int
+
+    @property
+    def opcodes(self) -> list[str]:
+        """First words: LDG.E.128, FFMA, ..."""
+        return [line.split()[0].rstrip(";") for line in self.instructions]
+
+    def using(self, pattern: str) -> list[str]:
+        """Opcodes that match."""
+        return [op for op in self.opcodes if re.match(pattern, op)]
+
+
+def compile_kernel(kernel: Any, types: tuple[Any, ...], threads: int, folder: Path) -> Code:
+    """Compile a dispatcher for argument types and disassemble it."""
+    from numba.cuda import dispatcher
+
+    compiled = dispatcher._Kernel(kernel.py_func, types, **kernel.targetoptions)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(bytes(compiled._codelibrary.get_cubin().code))
+
+    def say(name: str, *options: str) -> str:
+        command = [tool(name), *options, str(cubin)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # type: ignore[arg-type]
+
+    lines = re.findall(
+        r"^\s+/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?(.*?;)", say("nvdisasm", "-c"), re.MULTILINE
+    )
+    use = say("cuobjdump", "-res-usage")
+    numbers = (int(re.search(rf"{n}:(\d+)", use)[1]) for n in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+    return Code(kernel.py_func.__name__, tuple(lines), *numbers, threads)
+
+
+class Compiled(Operands):
+    """Operands that compile where others launch."""
+
+    def __init__(self, problem: Problem, folder: Path, counted: bool):
+        acc = np.float64 if problem.dtype == "fp64" else np.float32
+        arrays = {
+            n: np.empty(problem.layout(n).shape, acc if n == "L" else STORAGE[problem.dtype])
+            for n in "QKVOL"
+        }
+        super().__init__(problem, arrays, lambda s, t: (np.empty(s, t), None), 0, 1.0, counted)
+        self.folder = folder
+        self.codes: list[Code] = []
+        self._own(problem.mask.args)
+        self._own(problem.score.args)
+
+    def _own(self, args: tuple[Any, ...]) -> None:
+        for arg in args:
+            if isinstance(arg, tuple):
+                self._own(arg)
+            elif isinstance(arg, Table):
+                self.arrays[arg.name] = arg.values
+            elif isinstance(arg, BooleanArray):
+                self.arrays[arg.name] = arg.values.view(np.uint8)
+                tile_map.launch(self.problem, self, arg)
+
+    def _operand(self, name: str, array: Any, phases: tuple[str, ...]) -> Any:
+        if not self.counted:
+            return array
+        # What Counted(array) is, without putting a tally on a device.
+        counted = object.__new__(hbm.Counted)
+        counted.__dict__.update(
+            data=array, tally=np.zeros((len(phases), 2, 3), np.int64), row=0, phases=len(phases)
+        )
+        return counted
+
+    def run(self, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any) -> None:
+        types = tuple(kernel.typeof_pyval(arg) for arg in args)
+        self.codes.append(compile_kernel(kernel, types, threads, self.folder))
+
+
+@pytest.fixture(scope="module")
+def compiled(hopper: Path) -> Any:
+    """``compiled(method, dtype, d, ...) -> list of Code``, each compiled once."""
+
+    @functools.cache
+    def build(
+        method: str,
+        dtype: str,
+        d: int,
+        tiling: Tiling | None = None,
+        mask: masking.Mask | None = None,
+        score: masking.Score | None = None,
+        counted: bool = False,
+        again: int = 0,
+    ) -> list[Code]:
+        tiling = tiling or choose(d, dtype, method, H200_SHARED_BYTES)
+        mask, score = mask or masking.none(), score or masking.unchanged()
+        problem = Problem(method, dtype, 1, 2, 1, N, N, d, tiling, mask, score)
+        operands = Compiled(problem, hopper, counted)
+        api.METHODS[method](problem, operands)
+        return operands.codes
+
+    return build
+
+
+# ---- what plain kernels may hold --------------------------------------------------------------
+
+FP64 = r"D(ADD|MUL|FMA|SETP|MNMX|MMA)|.*\bF64\b|.*\.64H"
+ATOMIC = r"ATOM|RED\b|RED\."
+
+
+def assert_clean(codes: list[Code], dtype: str) -> None:
+    """No atomics, no spills, and float64 in fp64 kernels alone."""
+    assert codes
+    for code in codes:
+        assert code.using(ATOMIC) == [], code.name
+        assert (code.stack, code.local, code.using("LDL|STL")) == (0, 0, []), code.name
+        if dtype != "fp64":
+            assert code.using(FP64) == [], code.name
+        assert code.registers * code.threads <= REGISTERS_PER_SM, code.name
+
+
+def wide(code: Code) -> dict[str, int]:
+    """Numbers of instructions by opcode, of those that move memory."""
+    ops = code.using(r"(LD|ST)[GS]")
+    return {op: ops.count(op) for op in ops}
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+@pytest.mark.parametrize("method", api.METHODS)
+def test_plain_kernels(compiled: Any, method: str, dtype: str) -> None:
+    assert_clean(compiled(method, dtype, 64), dtype)
+
+
+@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("dtype", STORAGE)
+@pytest.mark.parametrize("method", ["fa2"])
+def test_larger_heads(compiled: Any, method: str, dtype: str, d: int) -> None:
+    assert_clean(compiled(method, dtype, d), dtype)
+
+
+@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("method", ["standard", "fa1"])
+def test_larger_heads_of_the_others(compiled: Any, method: str, d: int) -> None:
+    assert_clean(compiled(method, "fp32", d), "fp32")
+
+
+def test_a_head_that_is_no_whole_vector(compiled: Any) -> None:
+    assert_clean(compiled("fa2", "fp32", 59), "fp32")
+
+
+def test_fp64_computes_in_fp64(compiled: Any) -> None:
+    """So the pattern above finds what it looks for."""
+    (code,) = compiled("fa2", "fp64", 64)
+    assert len(code.using("DFMA")) > 100
+    assert code.using("FFMA") == []
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("method", api.METHODS)
+def test_narrow_formats_compute_in_fp32(compiled: Any, method: str, dtype: str) -> None:
+    for code in compiled(method, dtype, 64):
+        assert code.using(r"H(ADD|MUL|FMA|MMA|SETP|MNMX)2(?!.*F32)") == [], code.name
+
+
+# ---- how memory is moved ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_fp32_moves_16_bytes_at_once(compiled: Any, method: str, d: int) -> None:
+    loads = {
+        "standard_scores": {"LDG.E.128"},
+        "standard_softmax": {"LDG.E.128"},
+        "standard_output": {"LDG.E.128"},
+        "fa1_loop": {"LDG.E.128", "LDG.E"},  # l and m are single elements
+        "fa1_finish": {"LDG.E"},
+        "fa2": {"LDG.E.128"},
+    }
+    for code in compiled(method, "fp32", d):
+        assert set(code.using("LDG")) == loads.get(code.name, set()), code.name
+        if code.name in ("fa2", "fa1_loop", "standard_scores"):
+            assert len(code.using(r"LDS\.128")) >= 16, code.name
+            assert code.using(r"STS\.128"), code.name
+        if code.name in ("fa2", "fa1_loop", "standard_output"):
+            assert code.using(r"STG\.E\.128"), code.name
+
+
+@pytest.mark.parametrize("dtype", ["fp64"])
+def test_fp64_moves_16_bytes_at_once(compiled: Any, dtype: str) -> None:
+    (code,) = compiled("fa2", dtype, 64)
+    assert set(code.using("LDG")) == {"LDG.E.128"}
+    assert code.using(r"LDS\.128") and code.using(r"STG\.E\.128")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.xfail(reason="libNVVM splits a load of <8 x half> into two of 8 bytes")
+def test_8_narrow_elements_are_one_load(compiled: Any, dtype: str) -> None:
+    """A request of 8 elements that is counted once has to be one instruction."""
+    (code,) = compiled("fa2", dtype, 64)
+    assert set(code.using("LDG")) == {"LDG.E.128"}
+
+
+def test_unaligned_arrays_move_single_elements(compiled: Any) -> None:
+    (code,) = compiled("fa2", "fp32", 59)
+    assert set(code.using("LDG")) == {"LDG.E"}
+    assert set(code.using("STG")) == {"STG.E"}
+
+
+# ---- masks and score changes ------------------------------------------------------------------
+
+
+def every_second(args: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i - j) % 2 == 0
+
+
+def steps(args: Any, i: Any, j: Any, s: Any) -> Any:
+    return s + np.float32(j % 3)
+
+
+BOOLEAN = masking.BooleanArray(np.ones((1, 2, N, N), bool))
+MASKS = {
+    "causal": masking.causal(),
+    "all": masking.causal_skip()
+    & masking.window(3, 3)
+    & masking.prefix_lm(4)
+    & masking.documents(np.zeros(N, np.int32))
+    & masking.Mask("boolean", masking.boolean(BOOLEAN.values).rule, (BOOLEAN,))
+    & masking.custom(every_second),
+}
+SLOPES = np.ones(2, np.float32)
+SCORES = masking.softcap(5.0).then(masking.alibi(SLOPES)).then(masking.score(steps))
+
+
+@pytest.mark.parametrize("method", api.METHODS)
+def test_all_masks_together(compiled: Any, method: str) -> None:
+    codes = compiled(method, "fp32", 64, None, MASKS["all"])
+    assert "tile_map" in [code.name for code in codes]
+    assert_clean(codes, "fp32")
+
+
+def test_causal(compiled: Any) -> None:
+    assert_clean(compiled("fa2", "fp32", 64, None, MASKS["causal"]), "fp32")
+
+
+@pytest.mark.parametrize("method", api.METHODS)
+def test_all_score_changes_together(compiled: Any, method: str) -> None:
+    assert_clean(compiled(method, "fp32", 64, None, None, SCORES), "fp32")
+
+
+# ---- counting is an argument type -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", api.METHODS)
+def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -> None:
+    """The same SASS before and after the counted kernels were compiled from the same source."""
+    before = compiled(method, "fp32", 64)
+    counted = compiled(method, "fp32", 64, counted=True)
+    for module in (fa1, fa2, standard, tile_map):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear") and function.__module__ == module.__name__:
+                function.cache_clear()
+    after = compiled(method, "fp32", 64, again=1)
+    assert [c.name for c in before] == [c.name for c in counted] == [c.name for c in after]
+    for a, b in zip(before, after, strict=True):
+        assert a.instructions == b.instructions, a.name
+    for code in counted:
+        assert code.using(ATOMIC), code.name
+        assert code.using("MATCH") and code.using("VOTE"), code.name
+
+
+# ---- what a tiling promises -------------------------------------------------------------------
+
+
+@pytest.mark.xfail(reason="`Tiling.check` looks at shared memory alone: this would not launch")
+def test_a_block_of_1024_threads_has_its_registers(compiled: Any) -> None:
+    tiling = Tiling(64, 64, 32, 32)
+    (code,) = compiled("fa2", "fp32", 128, tiling)
+    if code.registers * code.threads > REGISTERS_PER_SM:
+        with pytest.raises(ValueError, match="registers"):
+            tiling.check(128, "fp32", "fa2", H200_SHARED_BYTES)
