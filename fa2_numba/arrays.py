@@ -239,16 +239,22 @@ def device_view(
     """Numba's device array over memory that somebody else owns."""
     from numba import cuda
 
-    class Memory:
-        __cuda_array_interface__ = {  # noqa: RUF012
+    return cuda.as_cuda_array(_Memory(pointer, shape, strides, dtype.str), sync=False)
+
+
+class _Memory:
+    """Device memory as ``__cuda_array_interface__`` describes it."""
+
+    def __init__(
+        self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str
+    ):
+        self.__cuda_array_interface__ = {
             "data": (pointer, False),
             "shape": shape,
             "strides": strides,
-            "typestr": dtype.str,
+            "typestr": typestr,
             "version": 3,
         }
-
-    return cuda.as_cuda_array(Memory(), sync=False)
 
 
 @lru_cache(maxsize=64)

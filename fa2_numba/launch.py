@@ -6,6 +6,7 @@ operands are plain or counted is decided here, so no launcher knows.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,7 @@ def on_device(device: int | None) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def shared_limit(device: int | None) -> int:
     """Bytes of shared memory that a block may ask for on this device."""
     if simulator.ACTIVE:

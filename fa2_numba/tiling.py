@@ -12,6 +12,7 @@ A block of ``n_r * n_c`` threads computes a B_r x B_c tile of S and a B_r x d ti
 A row is shared by n_c neighbouring lanes of one warp, so row maxima are warp shuffles.
 """
 
+import functools
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -184,13 +185,16 @@ class Tiling:
                 f"dtype={dtype}; a block may have {shared_limit}"
             )
 
-    def fits(self, d: int, dtype: str, method: str, shared_limit: int) -> bool:
-        """Whether a block fits shared memory and, by estimate, a thread fits its registers."""
+    def fits(self, d: int, dtype: str, method: str, shared_limit: int, plain: bool = True) -> bool:
+        """Whether a block fits shared memory and, by estimate, a thread fits its registers.
+
+        Not `plain` are score changes and masks that ask each score. A long body, theirs or fp64's
+        exp, is unrolled by libNVVM for so many scores only; past that S_ij leaves the registers.
+        """
         registers = self.registers(d, dtype)
-        # fp64's exp is long: libNVVM stops unrolling the softmax above 16 of them a thread
-        unrolls = dtype != "fp64" or self.R_r * self.R_c <= 16
+        unrolled = 16 if dtype == "fp64" else 64 if plain else 32
         return (
-            unrolls
+            self.R_r * self.R_c <= unrolled
             and self.shared_bytes(d, dtype, method) <= shared_limit
             and registers <= REGISTERS_PER_THREAD
             and registers * self.threads <= REGISTERS_PER_SM
@@ -222,7 +226,8 @@ CANDIDATES = (
 )
 
 
-def choose(d: int, dtype: str, method: str, shared_limit: int) -> Tiling:
+@functools.cache
+def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = True) -> Tiling:
     """The tiling used when the caller gives none: the first of `CANDIDATES` that fits.
 
     Parameters
@@ -235,6 +240,8 @@ def choose(d: int, dtype: str, method: str, shared_limit: int) -> Tiling:
         "standard", "fa1" or "fa2".
     shared_limit : int
         Bytes of shared memory a block may have on this device.
+    plain : bool
+        No score changes, and no mask that asks each score.
 
     Raises
     ------
@@ -242,7 +249,7 @@ def choose(d: int, dtype: str, method: str, shared_limit: int) -> Tiling:
         No candidate fits.
     """
     for tiling in CANDIDATES:
-        if tiling.fits(d, dtype, method, shared_limit):
+        if tiling.fits(d, dtype, method, shared_limit, plain):
             return tiling
     raise ValueError(
         f"tiling: none fits {shared_limit} bytes of shared memory at method={method}, d={d}, "

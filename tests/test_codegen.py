@@ -323,7 +323,9 @@ def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -
     after = compiled(method, "fp32", 64, again=1)
     assert [c.name for c in before] == [c.name for c in counted] == [c.name for c in after]
     for a, b in zip(before, after, strict=True):
-        assert a.instructions == b.instructions, a.name
+        # a compilation's serial number is part of the kernel's full name
+        sass = [re.sub(r"_ZN\w+", "", "\n".join(c.instructions)) for c in (a, b)]
+        assert sass[0] == sass[1], a.name
     for code in counted:
         assert code.using(ATOMIC), code.name
         assert code.using("MATCH") and code.using("VOTE"), code.name
