@@ -246,7 +246,9 @@ class _Shape:
             raise ValueError(
                 f"k: got {self.H_k} heads for q's {self.H}, accepted: a divisor of {self.H}"
             )
-        self.tiling = _tiling(tiling, self.d, dtype, self.method, device)
+        if tiling is not None and not isinstance(tiling, Tiling):
+            raise TypeError(f"tiling: got {type(tiling).__qualname__}, accepted: Tiling")
+        self.given_tiling, self.device = tiling, device
         self.layouts: dict[str, Layout] = {}
         self.mask, self.score = masking.none(), masking.unchanged()
         # Names of mask and score arrays, and how many bear each; those of the kernels are taken.
@@ -280,6 +282,18 @@ class _Shape:
                 raise TypeError(f"score: got {type(score).__qualname__}, accepted: masking.Score")
             self.score = self.score.then(score)
         self.score = dataclasses.replace(self.score, args=self._checked(self.score.args))
+        self.tiling = self._tiling()
+
+    def _tiling(self) -> Tiling:
+        """The tiling given, if it fits; else the one for this device and problem."""
+        if self.given_tiling is None and simulator.ACTIVE:
+            return SIMULATED_TILING
+        limit = shared_limit(self.device)
+        if self.given_tiling is not None:
+            self.given_tiling.check(self.d, self.dtype, self.method, limit)
+            return self.given_tiling
+        plain = self.score.change is masking.UNCHANGED and not self.mask.rule.elementwise
+        return choose(self.d, self.dtype, self.method, limit, plain)
 
     def _mask(self, mask: Any) -> masking.Mask:
         if not isinstance(mask, masking.Mask):
@@ -524,18 +538,6 @@ def _to_device(values: np.ndarray, operands: Operands) -> Any:
     from numba import cuda
 
     return cuda.to_device(values, stream=operands.stream)
-
-
-def _tiling(tiling: Tiling | None, d: int, dtype: str, method: str, device: int | None) -> Tiling:
-    if tiling is not None and not isinstance(tiling, Tiling):
-        raise TypeError(f"tiling: got {type(tiling).__qualname__}, accepted: Tiling")
-    if tiling is None and simulator.ACTIVE:
-        return SIMULATED_TILING
-    limit = shared_limit(device)
-    if tiling is None:
-        return choose(d, dtype, method, limit)
-    tiling.check(d, dtype, method, limit)
-    return tiling
 
 
 def _causal(causal: bool | str) -> masking.Mask:
