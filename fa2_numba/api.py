@@ -25,6 +25,7 @@ METHODS: dict[str, Callable[[Problem, Operands], None]] = {
     "fa2": fa2.launch,
 }
 AUTO = "fa2"
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 SIMULATED_TILING = Tiling(16, 16, 4, 8)  # one warp a block: the simulator runs it fastest
 
 
@@ -214,6 +215,8 @@ def predict(
 class _Shape:
     """Sizes, method and tiling of a call, checked."""
 
+    heads_argument = "heads_kv"  # the argument that gives the key/value heads
+
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -240,11 +243,13 @@ class _Shape:
         self.N_k = self.N_q if n_k is None else n_k
         if not 1 <= self.d <= MAX_HEAD_DIM:
             raise ValueError(f"q: got head dimension {self.d}, accepted: 1 to {MAX_HEAD_DIM}")
-        if self.H_k < 0 or self.N_k < 0:
-            raise ValueError(f"k: got {self.H_k} heads of {self.N_k} keys, accepted: 0 or more")
+        for name, size in (("heads_kv", heads_kv), ("n_k", n_k)):
+            if size is not None and size < 0:
+                raise ValueError(f"{name}: got {size}, accepted: 0 or more")
         if (self.H_k == 0 and self.H) or (self.H_k and self.H % self.H_k):
             raise ValueError(
-                f"k: got {self.H_k} heads for q's {self.H}, accepted: a divisor of {self.H}"
+                f"{self.heads_argument}: got {self.H_k} heads for q's {self.H}, "
+                f"accepted: a divisor of {self.H}"
             )
         if tiling is not None and not isinstance(tiling, Tiling):
             raise TypeError(f"tiling: got {type(tiling).__qualname__}, accepted: Tiling")
@@ -383,6 +388,8 @@ class _Shape:
 
 class _Call(_Shape):
     """A call with arrays."""
+
+    heads_argument = "k"
 
     def __init__(
         self,
@@ -560,14 +567,14 @@ def _window(window: Any) -> masking.Mask:
             raise TypeError(f"window: got {window!r}, accepted: two integers")
         if end < -1:
             raise ValueError(f"window: got {window!r}, accepted: -1 (unbounded), 0 or more")
-    return masking.window(int(left), int(right))
+    return masking.window(left, right)
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name}: got {value!r}, accepted: a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, accepted: a finite number")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        raise ValueError(f"{name}: got {value}, accepted: a finite number that float32 holds")
     return float(value)
 
 

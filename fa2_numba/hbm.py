@@ -29,10 +29,11 @@ ELEMENTS, REQUESTS, SECTORS = 0, 1, 2
 SECTOR_BYTES = 32
 
 
-def jit(function: Callable, name: str | None = None) -> Any:
+def jit(function: Callable, name: str | None = None, threads: int = 0) -> Any:
     """``cuda.jit`` for a kernel of this package: `Counted` arguments are allowed.
 
-    `name` becomes the kernel's name in PTX and in the profiler.
+    `name` becomes the kernel's name in PTX and in the profiler. A block of more than 256 `threads`
+    needs a bound on the registers of each to be launched at all.
     """
     from numba import cuda
 
@@ -40,7 +41,8 @@ def jit(function: Callable, name: str | None = None) -> Any:
         function.__name__ = function.__qualname__ = name
     if simulator.ACTIVE:
         return cuda.jit(function)
-    return cuda.jit(function, extensions=[_LaunchCounted])
+    bounds = {"launch_bounds": threads} if threads > 256 else {}
+    return cuda.jit(function, extensions=[_LaunchCounted], **bounds)
 
 
 def device(function: Callable) -> Any:
@@ -299,15 +301,17 @@ else:
                 vector = ir.VectorType(element, width)
                 # Aligned by the caller's promise: the host checked address and strides.
                 align = width * array_type.dtype.bitwidth // 8
+                # Moved as 32-bit words: libNVVM splits a load of 8 halves in two.
+                words = ir.VectorType(ir.IntType(32), align // 4) if align % 4 == 0 else vector
                 remote = builder.bitcast(
                     _element_pointer(context, builder, array_type, args[0], index_type, args[1]),
-                    vector.as_pointer(),
+                    words.as_pointer(),
                 )
                 local = context.make_array(values_type)(context, builder, args[2]).data
                 first = builder.gep(local, [context.cast(builder, args[3], at_type, types.intp)])
                 slots = [builder.gep(first, [ir.IntType(32)(c)]) for c in range(width)]
                 if op == LOAD:
-                    loaded = builder.load(remote, align=align)
+                    loaded = builder.bitcast(builder.load(remote, align=align), vector)
                     for c, slot in enumerate(slots):
                         builder.store(builder.extract_element(loaded, ir.IntType(32)(c)), slot)
                 else:
@@ -316,7 +320,7 @@ else:
                         packed = builder.insert_element(
                             packed, builder.load(slot), ir.IntType(32)(c)
                         )
-                    builder.store(packed, remote, align=align)
+                    builder.store(builder.bitcast(packed, words), remote, align=align)
                 return context.get_dummy_value()
 
             return types.void(A, index, values, at), codegen

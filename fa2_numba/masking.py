@@ -229,7 +229,17 @@ _WINDOW = Rule(_window_bounds)
 
 def window(left: int, right: int) -> Mask:
     """Row i sees keys i - left .. i + right, both included; -1 is unbounded."""
-    return Mask(f"window({left},{right})", _WINDOW, (int(left), int(right)))
+    ends = (_whole("window", left, -1), _whole("window", right, -1))
+    return Mask(f"window({left},{right})", _WINDOW, ends)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """An integer of at least `least`; beyond any length, that length serves."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: got {value!r}, accepted: integers")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, accepted: {least} or more")
+    return min(int(value), 2**62)
 
 
 def _prefix_bounds(args, b, h, i, N_k):
@@ -241,9 +251,7 @@ _PREFIX = Rule(_prefix_bounds)
 
 def prefix_lm(prefix: int) -> Mask:
     """The first `prefix` keys are visible to all rows, the others causally."""
-    if prefix < 0:
-        raise ValueError(f"prefix: got {prefix}, accepted: 0 or more")
-    return Mask(f"prefix({prefix})", _PREFIX, (int(prefix),))
+    return Mask(f"prefix({prefix})", _PREFIX, (_whole("prefix", prefix, 0),))
 
 
 def _document_bounds(args, b, h, i, N_k):

@@ -76,6 +76,7 @@ class Block:
     """Runs one thread block; takes the place of the simulator's own `BlockManager`."""
 
     current: "Block | None" = None
+    launches = 0
     thread: _Thread
 
     def __init__(self, fn: Any, grid_dim: Any, block_dim: Any, debug: bool):
@@ -95,7 +96,9 @@ class Block:
         self.shared_bytes = np.full(context.shared._dynshared_size, 0xFF, np.uint8)
         x_dim, y_dim, z_dim = self.block_dim
         self.index = Dim3(*grid_point)
-        self.number = int(np.ravel_multi_index(tuple(grid_point), tuple(self.grid_dim)))
+        if not any(grid_point):
+            Block.launches += 1
+        self.number = Block.launches, *grid_point
         points = [(x, y, z) for z in range(z_dim) for y in range(y_dim) for x in range(x_dim)]
 
         def body() -> None:
@@ -146,7 +149,8 @@ class Block:
         released = False
         for first in range(0, len(threads), WARP):
             warp = threads[first : first + WARP]
-            if all(t.waits_for is not None and t.waits_for[0] == "warp" for t in warp):
+            places = [t.waits_for[:2] if t.waits_for else ("", None) for t in warp]
+            if len(set(places)) == 1 and places[0][0] == "warp":
                 self._answer(warp)
                 released = True
         if released:

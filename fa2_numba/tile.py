@@ -178,11 +178,11 @@ def score_finisher(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
                 i, lo, hi = row_bounds(mask_args, b, h, row_0 + r * n_r, N_q, N_k)
                 for c in range(R_c):
                     j = col_0 + c * n_c
-                    if CHANGED:
+                    inside = lo <= j < hi  # row and key exist, and the bounds allow it
+                    if kind != FULL and not (inside and visible(mask_args, b, h, i, j)):
+                        S[r, c] = minus_inf
+                    elif CHANGED and inside:
                         S[r, c] = changed(state, i, j, S[r, c])
-                    if kind != FULL:
-                        if not (lo <= j < hi and visible(mask_args, b, h, i, j)):
-                            S[r, c] = minus_inf
 
     return finish
 

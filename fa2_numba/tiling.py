@@ -223,6 +223,7 @@ CANDIDATES = (
     Tiling(32, 32, 8, 16),
     Tiling(16, 16, 8, 16),
     Tiling(16, 8, 16, 8),
+    Tiling(8, 8, 8, 4),
 )
 
 

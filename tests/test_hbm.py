@@ -267,9 +267,6 @@ def test_counting_does_not_change_what_is_computed(backend: Backend) -> None:
     np.testing.assert_array_equal(to_host(plain), to_host(counted))
 
 
-@pytest.mark.xfail(
-    simulator.ACTIVE, reason="the simulator's log does not tell one launch from the next"
-)
 def test_counts_add_up_over_launches(vector: Counted) -> None:
     def kernel(A):
         A[cuda.threadIdx.x] = 0

@@ -187,7 +187,6 @@ def test_warps_may_exchange_at_different_times() -> None:
     assert out[32:].tolist() == list(range(32, 64))
 
 
-@pytest.mark.xfail(reason="`_release` asks whether all lanes exchange, not whether at one place")
 def test_lanes_of_one_warp_at_two_exchanges() -> None:
     def kernel():
         if cuda.threadIdx.x % 2:

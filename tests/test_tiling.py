@@ -170,20 +170,8 @@ def test_what_a_method_needs_is_what_its_kernels_place(t: Tiling, d: int, dtype:
 # ---- choosing ---------------------------------------------------------------------------------
 
 
-GPUS = list(itertools.product(LIMITS, METHODS, DTYPE_BYTES))
-TOO_LARGE = [("T4", "fa1", "fp64"), ("T4", "fa2", "fp64")]
-
-
 @pytest.mark.parametrize(
-    ("gpu", "method", "dtype"),
-    [
-        pytest.param(
-            *which, marks=pytest.mark.xfail(reason="no candidate is small enough for d > 240")
-        )
-        if which in TOO_LARGE
-        else which
-        for which in GPUS
-    ],
+    ("gpu", "method", "dtype"), list(itertools.product(LIMITS, METHODS, DTYPE_BYTES))
 )
 def test_every_head_dimension_has_a_tiling(gpu: str, method: str, dtype: str) -> None:
     for d in range(1, MAX_HEAD_DIM + 1):

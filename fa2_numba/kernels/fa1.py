@@ -203,7 +203,7 @@ def build_loop(
                             m[b, h, row] = m_new
                 cuda.syncthreads()  # all have read Q_i and P~_ij (and V_j): they may be replaced
 
-    return hbm.jit(loop, "fa1_loop"), shared_bytes
+    return hbm.jit(loop, "fa1_loop", threads), shared_bytes
 
 
 @functools.cache

@@ -166,7 +166,7 @@ def build(
                 if tx == 0:
                     L[b, h, row] = m_i[r] + log(l) if l != ZERO else NEG_INF  # lines 13, 15
 
-    return hbm.jit(fa2, "fa2"), shared_bytes
+    return hbm.jit(fa2, "fa2", threads), shared_bytes
 
 
 def launch(problem: Problem, A: Operands) -> None:

@@ -97,7 +97,7 @@ def build_scores(
                 if row < N_q and col < N_k:
                     S[b, h, row, col] = S_ij[r, c]
 
-    return hbm.jit(scores, "standard_scores"), shared_bytes
+    return hbm.jit(scores, "standard_scores", threads), shared_bytes
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def build_output(
                         if col + c < d:
                             store_O(O, (b, h, row, col + c), out, g * C + c)
 
-    return hbm.jit(output, "standard_output"), shared_bytes
+    return hbm.jit(output, "standard_output", threads), shared_bytes
 
 
 def launch(problem: Problem, A: Operands) -> None:
