@@ -297,30 +297,37 @@ else:
         def move(typingctx, A, index, values, at):
             def codegen(context, builder, signature, args):
                 array_type, index_type, values_type, at_type = signature.args
-                element = context.get_data_type(array_type.dtype)
-                vector = ir.VectorType(element, width)
-                # Aligned by the caller's promise: the host checked address and strides.
-                align = width * array_type.dtype.bitwidth // 8
-                # Moved as 32-bit words: libNVVM splits a load of 8 halves in two.
-                words = ir.VectorType(ir.IntType(32), align // 4) if align % 4 == 0 else vector
+                # 16-bit elements move in pairs, as 32-bit words: libNVVM would split a vector of 8
+                # of them in two, and one request would be two.
+                bits = array_type.dtype.bitwidth
+                pair = 2 if bits == 16 and width % 2 == 0 else 1
+                i32, part = ir.IntType(32), ir.IntType(bits)
+                word = ir.IntType(bits * pair)
+                vector = ir.VectorType(word, width // pair)
                 remote = builder.bitcast(
                     _element_pointer(context, builder, array_type, args[0], index_type, args[1]),
-                    words.as_pointer(),
+                    vector.as_pointer(),
                 )
+                align = width * bits // 8  # the caller's promise: the host checked the address
                 local = context.make_array(values_type)(context, builder, args[2]).data
                 first = builder.gep(local, [context.cast(builder, args[3], at_type, types.intp)])
-                slots = [builder.gep(first, [ir.IntType(32)(c)]) for c in range(width)]
+                first = builder.bitcast(first, part.as_pointer())
+                slots = [builder.gep(first, [i32(c)]) for c in range(width)]
                 if op == LOAD:
-                    loaded = builder.bitcast(builder.load(remote, align=align), vector)
+                    moved = builder.load(remote, align=align)
                     for c, slot in enumerate(slots):
-                        builder.store(builder.extract_element(loaded, ir.IntType(32)(c)), slot)
+                        value = builder.extract_element(moved, i32(c // pair))
+                        value = builder.lshr(value, word(c % pair * bits))
+                        builder.store(builder.trunc(value, part), slot)
                 else:
-                    packed = ir.Constant(vector, ir.Undefined)
-                    for c, slot in enumerate(slots):
-                        packed = builder.insert_element(
-                            packed, builder.load(slot), ir.IntType(32)(c)
-                        )
-                    builder.store(builder.bitcast(packed, words), remote, align=align)
+                    moved = ir.Constant(vector, ir.Undefined)
+                    for c in range(0, width, pair):
+                        value = word(0)
+                        for p in range(pair):
+                            element = builder.zext(builder.load(slots[c + p]), word)
+                            value = builder.or_(value, builder.shl(element, word(p * bits)))
+                        moved = builder.insert_element(moved, value, i32(c // pair))
+                    builder.store(moved, remote, align=align)
                 return context.get_dummy_value()
 
             return types.void(A, index, values, at), codegen
