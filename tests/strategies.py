@@ -25,7 +25,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa2_numba import api, masking, reference, simulator
+from fa2_numba import api, launch, masking, reference, simulator
 from fa2_numba.tiling import Tiling
 
 DTYPES = {
@@ -34,7 +34,6 @@ DTYPES = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
-H200_SHARED_BYTES = 232_448
 
 # ---- how often, and how long ------------------------------------------------------------------
 
@@ -413,10 +412,11 @@ def free_kernels(draw: Any) -> Kernel:
         tiling = draw(st.sampled_from(SMALL_TILINGS))
     else:
         d = draw(st.integers(1, 256) | st.sampled_from((32, 64, 80, 128, 192, 256)))
+        limit = launch.shared_limit(None)
         fitting = [
             t
             for t in (*SMALL_TILINGS, Tiling(32, 32, 8, 16), Tiling(64, 64, 8, 16))
-            if all(t.fits(d, name, H200_SHARED_BYTES) for name in DTYPES)
+            if all(t.fits(d, dtype, m, limit) for dtype in DTYPES for m in api.METHODS)
         ]
         tiling = draw(st.none() | st.sampled_from(fitting))
     return Kernel(

@@ -286,8 +286,8 @@ def test_arrays(function: Any, what: str) -> None:
 @pytest.mark.parametrize("what", OPTIONS)
 def test_options(function: Any, what: str) -> None:
     changes, error, said = OPTIONS[what]
-    if function is api.predict and {"scale", "score"} & changes.keys():
-        pytest.skip("predict has no scale and no score")
+    if function is api.predict and "scale" in changes:
+        pytest.skip("predict has no scale: it moves nothing")
     refused(function, good() | changes, error, said)
 
 

@@ -1,0 +1,105 @@
+"""The tests on a GPU, recorded: ``python -m benchmarks.test_gpu`` (or ``make test-gpu``).
+
+Runs every test marked ``gpu`` with the Hypothesis profile "gpu" and writes
+``benchmarks/results/<GPU>/tests.json``: the machine, the versions, how many tests and examples of
+properties ran, and what became of them. Exits as pytest does.
+
+Most of the time goes into compiling kernels, so several workers share the GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.environment import environment, results_folder
+
+TESTS = Path(__file__).parent.parent / "tests"
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+TIME_LIMIT = "time limit of this run"  # as tests/conftest.py says where it skips
+
+
+class Recorder:
+    """A pytest plugin that keeps the numbers of the terminal's summary."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, Any] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Read what the terminal reports, and the examples that conftest.py counted."""
+        stats = terminalreporter.stats
+        self.numbers = {outcome: len(stats.get(outcome, ())) for outcome in OUTCOMES}
+        self.numbers["not_reached"] = sum(
+            TIME_LIMIT in str(report.longrepr) for report in stats.get("skipped", ())
+        )
+        self.numbers["failures"] = [
+            report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())
+        ]
+        counters = (getattr(p, "examples_run", None) for p in config.pluginmanager.get_plugins())
+        self.numbers["examples"] = next((c() for c in counters if callable(c)), 0)
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and what is left for pytest."""
+    workers = max(1, min(12, (os.cpu_count() or 1) - 2))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.test_gpu", description=__doc__)
+    parser.add_argument(
+        "--time-limit", type=float, default=220, metavar="S",
+        help="seconds after which no test starts; those left count as skipped (default 220)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, default=workers, help=f"processes (default here {workers})"
+    )
+    parser.add_argument("--profile", default=os.environ.get("HYPOTHESIS_PROFILE", "gpu"))
+    parser.add_argument("--no-record", action="store_true", help="write no file")
+    return parser.parse_known_args()
+
+
+def main() -> int:
+    """Run and record; the exit code of pytest."""
+    ours, for_pytest = options()
+    started = time.time()
+    try:
+        about = environment()
+    except (OSError, subprocess.CalledProcessError):
+        print("test_gpu: no NVIDIA GPU (nvidia-smi does not answer)", file=sys.stderr)
+        return 2
+    os.environ |= {
+        "NUMBA_ENABLE_CUDASIM": "0",
+        "HYPOTHESIS_PROFILE": ours.profile,
+        "FA2_TEST_DEADLINE": str(started + ours.time_limit),
+    }
+    arguments = [str(TESTS), "-m", "gpu", "-q"]
+    if ours.workers > 1:
+        arguments += ["-n", str(ours.workers), "--dist", "loadgroup"]
+    recorder = Recorder()
+    code = int(pytest.main([*arguments, *for_pytest], plugins=[recorder]))
+    if code == 0 and not recorder.numbers["passed"]:
+        print("test_gpu: no test ran, see the reasons above", file=sys.stderr)
+        code = 1
+
+    record = {
+        **about,
+        "command": f"pytest -m gpu {' '.join(for_pytest)}".strip(),
+        "profile": ours.profile,
+        "workers": ours.workers,
+        "exit_code": code,
+        **recorder.numbers,
+        "seconds": round(time.time() - started, 1),
+    }
+    if not ours.no_record:
+        path = results_folder(about["gpu"]) / "tests.json"
+        path.write_text(json.dumps(record, indent=2) + "\n")
+        print(f"written: {path}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
