@@ -391,9 +391,9 @@ SMALL_TILINGS = (
 # code (mask x score, layout x width) at least once.
 GPU_KERNELS = (
     Kernel(64, None, ("causal",)),
-    Kernel(128, None, (), ("softcap", "alibi"), "heads inside", "heads inside", "heads inside"),
-    Kernel(32, Tiling(16, 32, 4, 8), ("causal", "boolean"), (), "wide rows", "gaps", "gaps"),
     Kernel(59, Tiling(32, 16, 8, 16), ("window",), ("alibi", "staircase"), out="gaps"),
+    Kernel(32, Tiling(16, 32, 4, 8), ("causal", "boolean"), (), "wide rows", "gaps", "gaps"),
+    Kernel(128, None, (), ("softcap", "alibi"), "heads inside", "heads inside", "heads inside"),
     Kernel(256, None, ("documents", "custom"), (), "contiguous", "one head for all", "offset"),
     Kernel(
         5, Tiling(6, 5, 3, 1), ("skip", "boolean"), ("softcap",), "reversed rows", "one row for all"
@@ -435,7 +435,7 @@ def kernels() -> Any:
     """Kernels for a property: free where compiling costs nothing or time is no matter."""
     if simulator.ACTIVE or settings.get_current_profile_name() == "deep":
         return free_kernels()
-    return st.sampled_from(GPU_KERNELS)
+    return st.sampled_from(GPU_KERNELS[:3])  # each costs up to 14 compilations of some seconds
 
 
 def lengths(tile: int) -> Any:

@@ -26,7 +26,7 @@ WORKED = reference.WORKED_EXAMPLE
 @example(Case(Kernel(tiling=Tiling(1, 1, 1, 1)), N_q=2, N_k=4))
 # an empty `out` has strides of 0 in NumPy, and was refused for them
 @example(Case(B=2, N_q=0))
-@forall(8, cases())
+@forall(16, cases())
 def test_equals_the_reference_and_the_model(
     backend: Backend, method: str, dtype: str, case: Case
 ) -> None:
