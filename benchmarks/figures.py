@@ -19,6 +19,7 @@ ROOT = RESULTS.parent.parent
 README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 PEER = "torch mem-efficient"
+METHODS = {"standard": 0, "fa1": 1, "fa2": 2}  # in the order of the papers
 
 
 def load(folder: Path, name: str) -> Any:
@@ -63,6 +64,20 @@ def speed_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def equal_rows(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many counted rows have an equal predicted row, and how many counted rows there are."""
+    numbers = ("elements", "bytes", "requests", "sectors")
+    other = ("cycles", "source", *numbers)
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(value for name, value in row.items() if name not in other)
+
+    counted = [row for row in rows if row["source"] == "counted"]
+    predicted = {(key(r), *(r[n] for n in numbers)) for r in rows if r["source"] == "predicted"}
+    equal = sum((key(r), *(r[n] for n in numbers)) in predicted for r in counted)
+    return equal, len(counted)
+
+
 def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Counted against predicted, added up per method at the largest counted N."""
     numbers = ("elements", "requests", "sectors")
@@ -77,28 +92,34 @@ def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             entry = sums[key].setdefault(row["source"], dict.fromkeys(numbers, 0))
             for name in numbers:
                 entry[name] += row[name]
-    largest = {(k[0], k[1]): k for k in sorted(counted_keys, key=lambda k: k[2])}
+    plain = [k for k in counted_keys if k[1] in ("none", "causal")]
+    largest = max(k[2] for k in plain)
     lines = [
-        "| method | mask | N | | elements | warp requests | 32-byte sectors |",
+        "| method | mask | N | elements | warp requests | 32-byte sectors | counted - predicted |",
         "|---|---|---|---|---|---|---|",
     ]
-    for key in largest.values():
-        for source in ("counted", "predicted"):
-            shown = " | ".join(f"{sums[key][source][n]:,}" for n in numbers)
-            lines.append(f"| {key[0]} | {key[1]} | {key[2]:,} | {source} | {shown} |")
-    equal = sum(sums[k]["counted"] == sums[k]["predicted"] for k in counted_keys)
+    for key in sorted((k for k in plain if k[2] == largest), key=lambda k: (METHODS[k[0]], k[1])):
+        counted, predicted = sums[key]["counted"], sums[key]["predicted"]
+        shown = " | ".join(f"{counted[n]:,}" for n in numbers)
+        off = ", ".join(f"{counted[n] - predicted[n]:,}" for n in numbers)
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]:,} | {shown} | {off} |")
+    equal, all_rows = equal_rows(rows)
+    d = plain[0][4]
     lines += [
         "",
-        f"The largest N of each method in the recorded sweep; in all, {equal} of "
-        f"{len(counted_keys)} counted problems equal their prediction. {provenance(about)}.",
+        f"One head, d = {d}, fp32, loads and stores of all arrays and phases. In the whole sweep "
+        f"{equal} of {all_rows} counted rows (an array in a phase of a problem) equal their "
+        f"prediction. {provenance(about)}.",
     ]
     return "\n".join(lines)
 
 
 def tests_line(record: dict[str, Any]) -> str:
     """What `make test-gpu` ran."""
+    what = "a selection of the GPU tests" if " -k " in record["command"] else "all GPU tests"
+    failed = f" ({', '.join(record['failures'])})" if record["failures"] else ""
     return (
-        f"`make test-gpu`: {record['passed']:,} tests passed, {record['failed']:,} failed, "
+        f"On a GPU, {what}: {record['passed']:,} passed, {record['failed']:,} failed{failed}, "
         f"{record['skipped']:,} skipped, {record['examples']:,} hypothesis examples, in "
         f"{record['seconds']:.0f} s. {provenance(record)}."
     )

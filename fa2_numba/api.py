@@ -359,6 +359,8 @@ class _Shape:
         acc = np.float64 if self.dtype == "fp64" else np.float32
         if not hasattr(slopes, "shape"):
             slopes = np.asarray(slopes)
+        if not isinstance(slopes, np.ndarray):
+            arrays.operand("alibi_slopes", slopes)  # refuses what asks for a gradient
         if str(slopes.dtype).removeprefix("torch.") not in ("float16", "float32", "float64"):
             raise TypeError(f"alibi_slopes: got dtype {slopes.dtype}, accepted: a float dtype")
         if tuple(slopes.shape) not in ((self.H,), (self.B, self.H)):

@@ -251,9 +251,18 @@ else:
             cuda.atomic.add(tally, (row, op, REQUESTS), 1)
             cuda.atomic.add(tally, (row, op, SECTORS), sectors)
 
+    def _counts(A, index):
+        """Whether this is a counted array at its full index: anything else does not compile."""
+        return (
+            isinstance(A, _CountedType)
+            and isinstance(index, types.BaseTuple)
+            and len(index) == A.array.ndim
+            and all(isinstance(place, types.Integer) for place in index)
+        )
+
     @overload(operator.getitem, target="cuda")
     def _counted_getitem(A, index):
-        if isinstance(A, _CountedType):
+        if _counts(A, index):
 
             def getitem(A, index):
                 _count(A.tally, A.row, LOAD, _address(A.data, index), 1)
@@ -263,7 +272,7 @@ else:
 
     @overload(operator.setitem, target="cuda")
     def _counted_setitem(A, index, value):
-        if isinstance(A, _CountedType):
+        if _counts(A, index):
 
             def setitem(A, index, value):
                 _count(A.tally, A.row, STORE, _address(A.data, index), 1)

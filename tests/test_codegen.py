@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import cuda
 
 from fa2_numba import api, hbm, masking, simulator
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
@@ -126,12 +127,7 @@ class Compiled(Operands):
     def _operand(self, name: str, array: Any, phases: tuple[str, ...]) -> Any:
         if not self.counted:
             return array
-        # What Counted(array) is, without putting a tally on a device.
-        counted = object.__new__(hbm.Counted)
-        counted.__dict__.update(
-            data=array, tally=np.zeros((len(phases), 2, 3), np.int64), row=0, phases=len(phases)
-        )
-        return counted
+        return counted_array(array, len(phases))
 
     def run(self, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any) -> None:
         types = tuple(kernel.typeof_pyval(arg) for arg in args)
@@ -273,7 +269,6 @@ BOOLEAN = masking.Mask(
 DOCUMENTS = masking.documents(np.zeros(N, np.int32))
 MASKS = {
     "causal": masking.causal(),
-    "skip": masking.causal_skip(),
     "window": masking.window(3, 3),
     "causal documents": masking.causal() & DOCUMENTS,
     "boolean": BOOLEAN,
@@ -345,6 +340,70 @@ def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -
     for code in counted:
         assert code.using(ATOMIC), code.name
         assert code.using("MATCH") and code.using("VOTE"), code.name
+
+
+def counted_array(array: np.ndarray, phases: int = 1) -> hbm.Counted:
+    """What ``Counted(array)`` is, without putting a tally on a device."""
+    counted = object.__new__(hbm.Counted)
+    tally = np.zeros((phases, 2, 3), np.int64)
+    counted.__dict__.update(data=array, tally=tally, row=0, phases=phases)
+    return counted
+
+
+def ask_size(A, B):
+    B[0, 0] = A.size
+
+
+def take_a_slice(A, B):
+    B[0, 0] = A[1:][0, 0]
+
+
+def add_atomically(A, B):
+    cuda.atomic.add(A, (0, 0), 1)
+
+
+def loop_over(A, B):
+    for x in A:
+        B[0, 0] = x[0]
+
+
+def index_a_row(A, B):
+    B[0, 0] = A[0][0]
+
+
+def index_with_too_few(A, B):
+    B[0, 0] = A[0,][0]
+
+
+def store_a_row(A, B):
+    A[0] = 1
+
+
+unclear = pytest.mark.xfail(reason="an AttributeError inside Numba, not a typing error")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ask_size,
+        take_a_slice,
+        loop_over,
+        index_a_row,
+        index_with_too_few,
+        pytest.param(add_atomically, marks=unclear),
+        pytest.param(store_a_row, marks=unclear),
+    ],
+)
+def test_other_uses_of_a_counted_array_do_not_compile(hopper: Path, function: Any) -> None:
+    """So no access can be forgotten: what `hbm` does not define is a typing error."""
+    import numba.core.errors
+    import numba.cuda.core.errors
+
+    kernel = hbm.jit(function)
+    A, B = counted_array(np.zeros((4, 4), np.float32)), np.zeros((4, 4), np.float32)
+    errors = numba.core.errors.TypingError, numba.cuda.core.errors.TypingError
+    with pytest.raises(errors):
+        compile_kernel(kernel, tuple(kernel.typeof_pyval(x) for x in (A, B)), 1, hopper)
 
 
 # ---- what a tiling promises -------------------------------------------------------------------

@@ -165,8 +165,8 @@ def test_torch_views(torch: Any, dtype: str) -> None:
 
 def test_numba_views() -> None:
     q, k, v = host = qkv(50, 60, 32, H_k=4)
-    device = [cuda.to_device(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in host]
-    out, lse = api.attention(*(x.transpose(0, 2, 1, 3) for x in device), return_lse=True)
+    device = [cuda.to_device(np.pad(x, ((0, 0), (0, 0), (2, 3), (1, 0)))) for x in host]
+    out, lse = api.attention(*(x[:, :, 2:-3, 1:] for x in device), return_lse=True)
     reference.assert_attention(out.copy_to_host(), lse.copy_to_host(), q, k, v, name="numba")
 
 
@@ -184,7 +184,6 @@ def test_a_tensor_that_wants_a_gradient_is_refused(torch: Any, name: str, functi
         function(**arguments)
 
 
-@pytest.mark.xfail(reason="slopes are detached on their way to the host")
 def test_slopes_that_want_a_gradient_are_refused(torch: Any) -> None:
     # flash-attention#1977: slopes accepted, their gradient silently dropped
     q, k, v = (to_torch(torch, x) for x in qkv(9, 9, 16))

@@ -57,7 +57,7 @@ def out(backend: Backend) -> Counted:
 def test_contiguous(backend: Backend, vector: Counted, out: Counted) -> None:
     def copy(A, B):
         i = cuda.blockIdx.x * 64 + cuda.threadIdx.x
-        B[i] = A[i]
+        B[i,] = A[i,]
 
     run(copy, vector, out, blocks=3, threads=64)
     assert tally(vector, LOAD) == (192, 6, 24)
@@ -69,7 +69,7 @@ def test_the_first_launch_counts_as_the_later_ones(backend: Backend) -> None:
     """CPython specialises an instruction after some executions, and its place then reads anew."""
 
     def copy(A):
-        A[cuda.blockIdx.x * 32 + cuda.threadIdx.x] = A[cuda.threadIdx.x]
+        A[cuda.blockIdx.x * 32 + cuda.threadIdx.x,] = A[cuda.threadIdx.x,]
 
     counts = []
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_the_first_launch_counts_as_the_later_ones(backend: Backend) -> None:
 @pytest.mark.parametrize(("step", "sectors"), [(0, 1), (1, 4), (2, 8), (4, 16), (8, 32), (16, 32)])
 def test_strided(vector: Counted, step: int, sectors: int) -> None:
     def read(A, step, B):
-        B[0] = A[cuda.threadIdx.x * step]
+        B[0,] = A[cuda.threadIdx.x * step,]
 
     run(read, vector, step, vector)
     assert tally(vector, LOAD) == (32, 1, sectors)
@@ -92,7 +92,7 @@ def test_strided(vector: Counted, step: int, sectors: int) -> None:
 @pytest.mark.parametrize(("first", "sectors"), [(0, 4), (1, 5), (7, 5), (8, 4)])
 def test_misaligned(vector: Counted, first: int, sectors: int) -> None:
     def read(A, first, B):
-        B[0] = A[first + cuda.threadIdx.x]
+        B[0,] = A[first + cuda.threadIdx.x,]
 
     run(read, vector, first, vector)
     assert tally(vector, LOAD) == (32, 1, sectors)
@@ -117,7 +117,7 @@ def test_itemsizes(backend: Backend, dtype: Any, sectors: int) -> None:
     A = Counted(memory(backend, np.zeros(WARP, dtype)))
 
     def read(A):
-        A[cuda.threadIdx.x] = A[cuda.threadIdx.x]
+        A[cuda.threadIdx.x,] = A[cuda.threadIdx.x,]
 
     run(read, A)
     assert tally(A, LOAD) == tally(A, STORE) == (32, 1, sectors)
@@ -130,7 +130,7 @@ def test_guarded(vector: Counted, out: Counted, active: int) -> None:
     def copy(A, B, N):
         i = cuda.threadIdx.x
         if i < N:
-            B[i] = A[i]
+            B[i,] = A[i,]
 
     run(copy, vector, out, active, threads=64)
     expected = (active, -(-active // 32), -(-active // 8))
@@ -141,9 +141,9 @@ def test_two_branches_are_two_instructions(vector: Counted, out: Counted) -> Non
     def copy(A, B):
         i = cuda.threadIdx.x
         if i % 2 == 0:
-            B[i] = A[i]
+            B[i,] = A[i,]
         else:
-            B[i] = A[i] + 1
+            B[i,] = A[i,] + 1
 
     run(copy, vector, out)
     assert tally(vector, LOAD) == tally(out, STORE) == (32, 2, 8)
@@ -157,7 +157,7 @@ def test_loops_with_guards(vector: Counted, out: Counted) -> None:
         for s in range(2):
             for t in range(3):
                 if i < 8 * t:
-                    B[s * 32 + i] = A[i]
+                    B[s * 32 + i,] = A[i,]
 
     run(copy, vector, out)
     assert tally(vector, LOAD) == tally(out, STORE) == (2 * 24, 4, 2 * 3)
@@ -165,13 +165,13 @@ def test_loops_with_guards(vector: Counted, out: Counted) -> None:
 
 def test_device_functions_called_twice(vector: Counted) -> None:
     def read(A, i):
-        return A[i]
+        return A[i,]
 
     read = hbm.device(read)
 
     def kernel(A):
         i = cuda.threadIdx.x
-        A[i] = read(A, i) + read(A, i + 8)
+        A[i,] = read(A, i) + read(A, i + 8)
 
     run(kernel, vector)
     assert tally(vector, LOAD) == (64, 2, 8)
@@ -182,7 +182,7 @@ def test_blocks_and_warps_are_apart(vector: Counted) -> None:
     """The same address from two blocks or two warps is as many requests and sectors."""
 
     def kernel(A, B):
-        B[0] = A[0]
+        B[0,] = A[0,]
 
     run(kernel, vector, vector, blocks=3, threads=96)
     assert tally(vector, LOAD) == (288, 9, 9)
@@ -237,8 +237,8 @@ def test_phases(backend: Backend) -> None:
 
     def kernel(A):
         i = cuda.threadIdx.x
-        x = hbm.phase(A, 0)[i] + hbm.phase(A, 2)[i + 32]
-        A[i] = x + A[i]  # row 0, where nothing is said
+        x = hbm.phase(A, 0)[i,] + hbm.phase(A, 2)[i + 32,]
+        A[i,] = x + A[i,]  # row 0, where nothing is said
 
     run(kernel, A)
     assert tally(A, LOAD, 0) == (64, 2, 8)
@@ -248,7 +248,7 @@ def test_phases(backend: Backend) -> None:
 
 def test_a_phase_of_a_plain_array_is_the_array(backend: Backend) -> None:
     def kernel(A):
-        A[cuda.threadIdx.x] = hbm.phase(A, 1)[cuda.threadIdx.x] + 1
+        A[cuda.threadIdx.x,] = hbm.phase(A, 1)[cuda.threadIdx.x,] + 1
 
     A = memory(backend, np.zeros(WARP, np.float32))
     run(kernel, A)
@@ -258,7 +258,7 @@ def test_a_phase_of_a_plain_array_is_the_array(backend: Backend) -> None:
 def test_counting_does_not_change_what_is_computed(backend: Backend) -> None:
     def kernel(A):
         i = cuda.threadIdx.x
-        A[i] = A[A.shape[0] - 1 - i] * 2
+        A[i,] = A[A.shape[0] - 1 - i,] * 2
 
     plain, counted = (memory(backend, np.arange(64, dtype=np.float32)) for _ in range(2))
     run(kernel, plain)
@@ -269,7 +269,7 @@ def test_counting_does_not_change_what_is_computed(backend: Backend) -> None:
 
 def test_counts_add_up_over_launches(vector: Counted) -> None:
     def kernel(A):
-        A[cuda.threadIdx.x] = 0
+        A[cuda.threadIdx.x,] = 0
 
     for n in range(1, 4):
         run(kernel, vector)
@@ -287,7 +287,7 @@ def test_a_while_loop_raises() -> None:
     def kernel(A):
         n = 0
         while n < 2:
-            A[cuda.threadIdx.x] = n
+            A[cuda.threadIdx.x,] = n
             n += 1
 
     with pytest.raises(RuntimeError, match="for loops over one counter"):
@@ -316,21 +316,4 @@ def test_indexing_on_the_host_raises() -> None:
         Counted(np.zeros(4, np.float32))[(0,)]
 
 
-@pytest.mark.gpu
-def test_other_uses_do_not_compile() -> None:
-    """On a GPU: what `hbm` does not define for a counted array is a typing error."""
-    from numba.cuda.core.errors import TypingError
-
-    def size(A, B):
-        B[0] = A.size
-
-    def slices(A, B):
-        B[0] = A[1:][0]
-
-    def atomics(A, B):
-        cuda.atomic.add(A, 0, 1)
-
-    for kernel in (size, slices, atomics):
-        A = Counted(cuda.to_device(np.zeros(4, np.float32)))
-        with pytest.raises(TypingError):
-            run(kernel, A, cuda.to_device(np.zeros(4, np.float32)))
+# On a GPU, what `hbm` does not define for a counted array does not compile: test_codegen.py.
