@@ -167,6 +167,7 @@ else:
     from llvmlite import ir
     from numba import cuda
     from numba.cuda import cgutils, types
+    from numba.cuda.core.errors import TypingError
     from numba.cuda.extending import (
         intrinsic,
         make_attribute_wrapper,
@@ -182,6 +183,11 @@ else:
         def __init__(self, array: Any, tally: Any):
             self.array, self.tally = array, tally
             super().__init__(name=f"Counted({array}, {tally})")
+
+        @property
+        def dtype(self) -> Any:
+            """Asked for by Numba's own array functions, atomics among them: they do not count."""
+            raise TypingError("a Counted array is read, written, vector_loaded, vector_stored only")
 
     @register_model(_CountedType)
     class _CountedModel(models.StructModel):

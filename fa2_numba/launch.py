@@ -98,7 +98,7 @@ class Operands:
                     out.append(self._operand(name, array, (phase,)))
                 out += (t.B_r, t.B_c, p.N_k - p.N_q)
             else:
-                out.append(arg)
+                out.append(type(self.scale)(arg) if isinstance(arg, float) else arg)
         return tuple(out)
 
     def _operand(self, name: str, array: Any, phases: tuple[str, ...]) -> Any:

@@ -306,9 +306,7 @@ SCORES = {
 @pytest.mark.parametrize(
     "score",
     [
-        pytest.param(
-            "softcap", marks=pytest.mark.xfail(reason="the cap is a float64 argument: one F2F")
-        ),
+        "softcap",
         "alibi",
         "own",
     ],
@@ -379,9 +377,6 @@ def store_a_row(A, B):
     A[0] = 1
 
 
-unclear = pytest.mark.xfail(reason="an AttributeError inside Numba, not a typing error")
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -390,8 +385,8 @@ unclear = pytest.mark.xfail(reason="an AttributeError inside Numba, not a typing
         loop_over,
         index_a_row,
         index_with_too_few,
-        pytest.param(add_atomically, marks=unclear),
-        pytest.param(store_a_row, marks=unclear),
+        add_atomically,
+        store_a_row,
     ],
 )
 def test_other_uses_of_a_counted_array_do_not_compile(hopper: Path, function: Any) -> None:
