@@ -120,7 +120,8 @@ def tests_line(record: dict[str, Any]) -> str:
     failed = f" ({', '.join(record['failures'])})" if record["failures"] else ""
     return (
         f"On a GPU, {what}: {record['passed']:,} passed, {record['failed']:,} failed{failed}, "
-        f"{record['skipped']:,} skipped, {record['examples']:,} hypothesis examples, in "
+        f"{record['xfailed']:,} expected to fail, {record['skipped']:,} skipped, "
+        f"{record['examples']:,} hypothesis examples, in "
         f"{record['seconds']:.0f} s. {provenance(record)}."
     )
 

@@ -6,6 +6,7 @@ is bottom-right aligned, windows include both ends, a row that sees no key gives
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from fa2_numba import arrays, io_model, masking, simulator
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
-from fa2_numba.launch import Operands, on_device, shared_limit
+from fa2_numba.launch import Operands, gpu_available, on_device, shared_limit
 from fa2_numba.problem import Layout, Problem
 from fa2_numba.tiling import DTYPE_BYTES, MAX_HEAD_DIM, Tiling, acc_bytes, choose
 from fa2_numba.traffic import Traffic
@@ -25,6 +26,7 @@ METHODS: dict[str, Callable[[Problem, Operands], None]] = {
     "fa2": fa2.launch,
 }
 AUTO = "fa2"
+FLOATS = ("float32", "float64", "float16", "bfloat16")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SIMULATED_TILING = Tiling(16, 16, 4, 8)  # one warp a block: the simulator runs it fastest
 
@@ -93,7 +95,8 @@ def attention(
     softcap : float, optional
         Scores become ``softcap * tanh(s / softcap)``, before ALiBi and mask.
     alibi_slopes : array (H,) or (B, H), optional
-        ``-slope * |i + N_k - N_q - j|`` is added to the scores.
+        ``-slope * |i + N_k - N_q - j|`` is added to the scores. Slopes on a GPU are copied to the
+        host first.
     score : masking.Score, optional
         A change of your own, after the others.
     scale : float, optional
@@ -101,11 +104,12 @@ def attention(
     method : str
         "standard", "fa1", "fa2", or "auto", which is "fa2".
     tiling : Tiling, optional
-        Default: `tiling.choose` for this device.
+        Default: `tiling.choose` for this device; under the simulator a small fixed one.
     return_lse : bool
         Also return the natural-log LSE of each row.
     out : array, optional
-        Where to write the output: q's shape, dtype and kind; must not overlap the inputs.
+        Where to write the output: q's shape, dtype and kind; its memory range must not overlap
+        the inputs'.
 
     Returns
     -------
@@ -163,7 +167,7 @@ def predict(
     shape: tuple[int, ...] | None = None,
     heads_kv: int | None = None,
     n_k: int | None = None,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     mask: Any = None,
@@ -173,7 +177,7 @@ def predict(
     method: str = "auto",
     tiling: Tiling | None = None,
 ) -> list[Traffic]:
-    """The rows that `measure` would return, without running anything.
+    """The rows that `measure` would return (without `out`), without running anything.
 
     Parameters
     ----------
@@ -184,8 +188,8 @@ def predict(
         aligned.
     heads_kv, n_k : int, optional
         Key/value heads and keys; default as q.
-    dtype : str
-        "fp32", "fp64", "fp16" or "bf16"; with `shape`.
+    dtype : str, optional
+        "fp32" (default), "fp64", "fp16" or "bf16". It, `heads_kv` and `n_k` go with `shape`.
 
     Returns
     -------
@@ -201,10 +205,13 @@ def predict(
     if any(given) == (shape is not None) or any(given) != all(given):
         raise ValueError("predict: give q, k and v, or shape")
     call: _Call | _Shape
+    for name, value in (("heads_kv", heads_kv), ("n_k", n_k), ("dtype", dtype)):
+        if shape is None and value is not None:
+            raise ValueError(f"{name}: got {value!r} beside arrays, accepted: only with shape")
     if shape is None:
         call = _Call(q, k, v, method=method, tiling=tiling, scale=None, out=None)
     else:
-        call = _Shape(shape, heads_kv, n_k, dtype, method, tiling)
+        call = _Shape(shape, heads_kv, n_k, dtype or "fp32", method, tiling)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
     return io_model.predict(call.problem())
 
@@ -227,8 +234,8 @@ class _Shape:
         tiling: Tiling | None,
         device: int | None = None,
     ):
-        shape = tuple(shape)
-        if not 2 <= len(shape) <= 4 or any(not isinstance(n, int) or n < 0 for n in shape):
+        sizes = [int(n) for n in shape if isinstance(n, int | np.integer) and n >= 0]
+        if not 2 <= len(sizes) == len(shape) <= 4:
             raise ValueError(
                 f"shape: got {shape}, accepted: (N, d), (H, N, d) or (B, H, N, d), each 0 or more"
             )
@@ -236,11 +243,11 @@ class _Shape:
             raise ValueError(f"dtype: got {dtype!r}, accepted: {', '.join(DTYPE_BYTES)}")
         if method != "auto" and method not in METHODS:
             raise ValueError(f"method: got {method!r}, accepted: auto, {', '.join(METHODS)}")
-        self.ndim, self.dtype = len(shape), dtype
+        self.ndim, self.dtype = len(sizes), dtype
         self.method = AUTO if method == "auto" else method
-        self.B, self.H, self.N_q, self.d = (1,) * (4 - self.ndim) + shape
-        self.H_k = self.H if heads_kv is None else heads_kv
-        self.N_k = self.N_q if n_k is None else n_k
+        self.B, self.H, self.N_q, self.d = (*(1,) * (4 - self.ndim), *sizes)
+        self.H_k = self.H if heads_kv is None else _size("heads_kv", heads_kv)
+        self.N_k = self.N_q if n_k is None else _size("n_k", n_k)
         if not 1 <= self.d <= MAX_HEAD_DIM:
             raise ValueError(f"q: got head dimension {self.d}, accepted: 1 to {MAX_HEAD_DIM}")
         for name, size in (("heads_kv", heads_kv), ("n_k", n_k)):
@@ -293,6 +300,13 @@ class _Shape:
         """The tiling given, if it fits; else the one for this device and problem."""
         if self.given_tiling is None and simulator.ACTIVE:
             return SIMULATED_TILING
+        if not simulator.ACTIVE and self.device is None and not gpu_available():
+            if self.given_tiling is not None:
+                return self.given_tiling
+            raise ValueError(
+                "tiling: no GPU here to choose one for, accepted: a Tiling (or run under "
+                "NUMBA_ENABLE_CUDASIM=1)"
+            )
         limit = shared_limit(self.device)
         if self.given_tiling is not None:
             self.given_tiling.check(self.d, self.dtype, self.method, limit)
@@ -313,11 +327,20 @@ class _Shape:
                 out.append(self._checked(arg))
             elif isinstance(arg, masking.Table):
                 self._check_table(arg)
-                out.append(dataclasses.replace(arg, name=self._own_name(arg.name)))
+                values = arg.values
+                if isinstance(arg, masking.SlopeTable):
+                    values = values.astype(np.float64 if self.dtype == "fp64" else np.float32)
+                name = self._own_name(arg.name)
+                out.append(dataclasses.replace(arg, name=name, values=values))
             elif isinstance(arg, masking.BooleanArray):
                 name, values = self._own_name("mask"), self._boolean(arg.values)
                 if not isinstance(values, np.ndarray):
-                    self.layouts[name] = arrays.operand(name, values).layout
+                    view = arrays.operand(name, values)
+                    if view.device != self.device:
+                        raise ValueError(
+                            f"mask: on GPU {view.device}, accepted: q's, {self.device}"
+                        )
+                    self.layouts[name] = view.layout
                 out.append(masking.BooleanArray(values, name, arrays.to_host))
             else:
                 out.append(arg)
@@ -346,13 +369,16 @@ class _Shape:
         return mask.reshape(full)
 
     def _check_table(self, table: masking.Table) -> None:
-        if not table.name.startswith("document"):
+        if isinstance(table, masking.DocumentTable):
+            what, length = "mask: documents", self.N_k
+        elif isinstance(table, masking.SlopeTable):
+            what, length = "alibi_slopes: slopes", self.H
+        else:
             return
-        rows, length = table.values.shape
-        if length != self.N_k or rows not in (1, self.B):
+        if table.values.shape not in ((1, length), (self.B, length)):
             raise ValueError(
-                f"mask: documents for shape {table.values.shape}, accepted: ({self.N_k},) or "
-                f"({self.B}, {self.N_k})"
+                f"{what} for shape {table.values.shape}, accepted: ({length},) or "
+                f"({self.B}, {length})"
             )
 
     def _alibi(self, slopes: Any) -> masking.Score:
@@ -361,8 +387,10 @@ class _Shape:
             slopes = np.asarray(slopes)
         if not isinstance(slopes, np.ndarray):
             arrays.operand("alibi_slopes", slopes)  # refuses what asks for a gradient
-        if str(slopes.dtype).removeprefix("torch.") not in ("float16", "float32", "float64"):
-            raise TypeError(f"alibi_slopes: got dtype {slopes.dtype}, accepted: a float dtype")
+        if str(slopes.dtype).removeprefix("torch.") not in FLOATS:
+            raise TypeError(
+                f"alibi_slopes: got dtype {slopes.dtype}, accepted: {', '.join(FLOATS)}"
+            )
         if tuple(slopes.shape) not in ((self.H,), (self.B, self.H)):
             raise ValueError(
                 f"alibi_slopes: got shape {tuple(slopes.shape)}, accepted: ({self.H},) or "
@@ -474,12 +502,16 @@ class _Call(_Shape):
             raise ValueError("out: accepted: the same kind of array as q, on the same device")
         if isinstance(self.out, np.ndarray) and not self.out.flags.writeable:
             raise ValueError("out: got a read-only array, accepted: a writable one")
-        sizes = zip(view.layout.shape, view.layout.strides, strict=True)
-        if 0 not in view.layout.shape and any(size > 1 and step == 0 for size, step in sizes):
-            raise ValueError("out: got an array with stride 0, accepted: elements of their own")
+        if arrays.overlaps_itself(view.layout):
+            raise ValueError(
+                f"out: got strides {view.layout.strides}, with stride 0 or elements that share "
+                "bytes, accepted: elements of their own"
+            )
         for name in ("q", "k", "v"):
             if arrays.overlap(view.layout, self.views[name].layout):
-                raise ValueError(f"out: overlaps {name}, accepted: memory of its own")
+                raise ValueError(
+                    f"out: its memory range overlaps {name}'s, accepted: one of its own"
+                )
 
     def _four_axes(self, layout: Layout, ndim: int) -> Layout:
         """The layout with batch and head axes of size 1 in front where they are missing."""
@@ -533,8 +565,6 @@ class _Call(_Shape):
         if isinstance(mask.values, np.ndarray):
             return _to_device(mask.values.view(np.uint8), operands)
         view = arrays.operand(mask.name, mask.values)
-        if view.device != self.like.device:
-            raise ValueError(f"mask: on GPU {view.device}, accepted: q's, {self.like.device}")
         return arrays.kernel_array(view, view.layout.shape, view.layout.strides, "bool")
 
 
@@ -550,9 +580,9 @@ def _to_device(values: np.ndarray, operands: Operands) -> Any:
 
 
 def _causal(causal: bool | str) -> masking.Mask:
-    if causal is False:
-        return masking.none()
-    if causal is True or causal == "bound":
+    if isinstance(causal, bool | np.bool_):
+        return masking.causal() if causal else masking.none()
+    if causal == "bound":
         return masking.causal()
     if causal == "skip":
         return masking.causal_skip()
@@ -570,6 +600,13 @@ def _window(window: Any) -> masking.Mask:
         if end < -1:
             raise ValueError(f"window: got {window!r}, accepted: -1 (unbounded), 0 or more")
     return masking.window(left, right)
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, accepted: an integer") from None
 
 
 def _finite(name: str, value: Any) -> float:

@@ -161,6 +161,10 @@ def _interface(array: Any, family: str) -> Operand:
     from numba.cuda.cudadrv import driver
 
     about = array.__cuda_array_interface__
+    if about.get("mask") is not None:
+        raise TypeError("a masked array: accepted are arrays without a mask of their own")
+    if about.get("stream"):
+        cuda.external_stream(about["stream"]).synchronize()
     dtype = np.dtype(about["typestr"])
     pointer = about["data"][0] or 0
     shape = tuple(about["shape"])
@@ -202,7 +206,7 @@ def _dlpack(name: str, array: Any) -> Operand:
         new = view.empty(shape, dtype)
         return namespace().from_dlpack(new) if namespace else new
 
-    return Operand(view.layout, view.dtype, "other", view.device, 0, array, empty)
+    return Operand(view.layout, view.dtype, "other", view.device, view.stream, array, empty)
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -286,6 +290,19 @@ def to_host(array: Any) -> np.ndarray:
     import cupy
 
     return np.asarray(cupy.asarray(array).get())
+
+
+def overlaps_itself(layout: Layout) -> bool:
+    """Whether two elements of an array may share a byte."""
+    if 0 in layout.shape:
+        return False
+    extent = layout.itemsize
+    pairs = zip(layout.shape, layout.strides, strict=True)
+    for step, size in sorted((abs(step), size) for size, step in pairs if size > 1):
+        if step < extent:
+            return True
+        extent += step * (size - 1)
+    return False
 
 
 def overlap(a: Layout, b: Layout) -> bool:

@@ -8,7 +8,8 @@ adds to a tally:
 * requests: one per warp instruction with an active lane;
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
-A kernel may do four things with a global array: read it, write it, `vector_load`, `vector_store`.
+A kernel may do four things with a global array, besides asking its shape: read it, write it,
+`vector_load`, `vector_store`.
 Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
 
 `phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel

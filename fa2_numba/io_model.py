@@ -481,6 +481,7 @@ class _Mask:
             batches = len(args[0]) > 1
         else:
             _check_no_table(args)
+            args = tuple(p.number(arg) for arg in args)
             batches = heads = rule not in _UNIFORM
         self.batches = p.B if batches else self.batches
         self.heads = p.H if heads else self.heads

@@ -98,7 +98,7 @@ class Operands:
                     out.append(self._operand(name, array, (phase,)))
                 out += (t.B_r, t.B_c, p.N_k - p.N_q)
             else:
-                out.append(type(self.scale)(arg) if isinstance(arg, float) else arg)
+                out.append(self.problem.number(arg))
         return tuple(out)
 
     def _operand(self, name: str, array: Any, phases: tuple[str, ...]) -> Any:
@@ -118,6 +118,10 @@ class Operands:
         """
         if blocks == 0:
             return
+        if self.counted and not simulator.ACTIVE:
+            from numba import cuda
+
+            cuda.synchronize()  # the tallies are zero before a kernel on another stream adds
         if blocks > MAX_BLOCKS:
             raise ValueError(
                 f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
@@ -212,6 +216,15 @@ def on_device(device: int | None) -> Iterator[None]:
 
     with cuda.gpus[device]:
         yield
+
+
+def gpu_available() -> bool:
+    """Whether this process can use a GPU."""
+    if simulator.ACTIVE:
+        return False
+    from numba import cuda
+
+    return bool(cuda.is_available())
 
 
 @functools.cache

@@ -145,6 +145,14 @@ class Table:
     values: np.ndarray
 
 
+class DocumentTable(Table):
+    """A table of `documents`: (1 or B, N_k)."""
+
+
+class SlopeTable(Table):
+    """The table of `alibi`: (1 or B, H)."""
+
+
 @dataclass(frozen=True, eq=False)
 class BooleanArray:
     """The arguments of `boolean`, made at launch, when the tiling is known.
@@ -288,7 +296,7 @@ def documents(ids: Any) -> Mask:
     for b, row in enumerate(ids):
         first[b] = np.searchsorted(row, row, "left")
         end[b] = np.searchsorted(row, row, "right")
-    tables = (Table("document start", first), Table("document end", end))
+    tables = (DocumentTable("document start", first), DocumentTable("document end", end))
     return Mask(f"documents({len(np.unique(ids))})", _DOCUMENTS, tables)
 
 
@@ -480,7 +488,7 @@ _ALIBI = Change(_make_alibi)
 
 def alibi(slopes: Any) -> Score:
     """``s - slope * |i - j|``, slopes (H,) or (B, H)."""
-    return Score("alibi", _ALIBI, (Table("slopes", np.atleast_2d(np.asarray(slopes))),))
+    return Score("alibi", _ALIBI, (SlopeTable("slopes", np.atleast_2d(np.asarray(slopes))),))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ they cannot disagree about which access is how wide.
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fa2_numba.masking import Mask, Score, none, unchanged
 from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
 
@@ -111,6 +113,12 @@ class Problem:
             "m": ((B, H, N_q), e_acc),
         }
         return Layout.contiguous(*shapes[name])
+
+    def number(self, value: Any) -> Any:
+        """A number among a mask's arguments as its functions get it, compiled or called."""
+        if not isinstance(value, float):
+            return value
+        return np.float64(value) if acc_bytes(self.dtype) == 8 else np.float32(value)
 
     @property
     def rounds(self) -> bool:

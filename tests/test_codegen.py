@@ -407,6 +407,5 @@ def test_other_uses_of_a_counted_array_do_not_compile(hopper: Path, function: An
 def test_a_block_of_1024_threads_has_its_registers(compiled: Any) -> None:
     tiling = Tiling(64, 64, 32, 32)
     (code,) = compiled("fa2", "fp32", 128, tiling)
-    if code.registers * code.threads > REGISTERS_PER_SM:
-        with pytest.raises(ValueError, match="registers"):
-            tiling.check(128, "fp32", "fa2", H200_SHARED_BYTES)
+    assert code.threads == 1024
+    assert code.registers * code.threads <= REGISTERS_PER_SM

@@ -233,7 +233,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, tuple[str, ...]]] = {
     "slopes of integers": (
         {"alibi_slopes": np.ones(HEADS, int)},
         TypeError,
-        ("alibi_slopes: got dtype int64", "a float dtype"),
+        ("alibi_slopes: got dtype int64", "accepted: float32, float64, float16, bfloat16"),
     ),
     "one slope": ({"alibi_slopes": 0.5}, ValueError, ("alibi_slopes: got shape ()", "(4,)")),
     "score is a function": ({"score": max}, TypeError, ("score: got", "masking.Score")),
@@ -266,7 +266,7 @@ OUTS: dict[str, tuple[Any, type, tuple[str, ...]]] = {
     "stride 0": (
         np.lib.stride_tricks.as_strided(like_q, like_q.shape, (0, *like_q.strides[1:])),
         ValueError,
-        ("out: got an array with stride 0", "elements of their own"),
+        ("out: got strides", "with stride 0", "elements of their own"),
     ),
 }
 
@@ -308,7 +308,7 @@ def test_out_over_an_input(name: str) -> None:
         api.attention,
         arguments | {"out": arguments[name]},
         ValueError,
-        (f"out: overlaps {name}", "memory of its own"),
+        (f"out: its memory range overlaps {name}'s", "one of its own"),
     )
 
 
@@ -463,3 +463,28 @@ def test_accepted(backend: Backend, monkeypatch: pytest.MonkeyPatch, options: An
     q, k, v = good().values()
     out, _ = backend.attention(options.pop("method", "fa2"), q, k, v, **options)
     np.testing.assert_allclose(out, 1, rtol=1e-6)  # all values are 1
+
+
+@pytest.mark.skipif(not simulator.ACTIVE, reason="NumPy arrays: NUMBA_ENABLE_CUDASIM=1")
+@pytest.mark.parametrize("extra", [{"dtype": "fp16"}, {"n_k": 7}, {"heads_kv": 1}])
+def test_predict_ignores_nothing_beside_arrays(extra: dict[str, Any]) -> None:
+    (name,) = extra
+    with pytest.raises(ValueError, match=f"^{name}: got .* only with shape"):
+        api.predict(**good(), **extra)
+
+
+@pytest.mark.skipif(not simulator.ACTIVE, reason="NumPy arrays: NUMBA_ENABLE_CUDASIM=1")
+def test_an_output_whose_rows_overlap_is_refused() -> None:
+    q = np.ones((3, 4), np.float32)
+    out = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), (3, 4), (4, 4))
+    with pytest.raises(ValueError, match="out: got strides"):
+        api.attention(q, q, q, out=out)
+
+
+@pytest.mark.skipif(not simulator.ACTIVE, reason="asks the device for its limits")
+def test_numpy_integers_and_booleans_are_taken() -> None:
+    assert api.predict(shape=(np.int64(9), 4), causal=np.True_) == api.predict(
+        shape=(9, 4), causal=True
+    )
+    with pytest.raises(TypeError, match=r"n_k: got 16\.5"):
+        api.predict(shape=(9, 4), n_k=16.5)

@@ -64,7 +64,7 @@ def build_init(tiling: Tiling, d: int, dtype: str, width: int) -> Any:
                 l[b, h, row] = ZERO
                 m[b, h, row] = NEG_INF
 
-    return hbm.jit(init, "fa1_init")
+    return hbm.jit(init, "fa1_init", threads)
 
 
 @functools.cache
@@ -241,7 +241,7 @@ def build_finish(tiling: Tiling, d: int, dtype: str, rounds: bool, width: int) -
                 m_row = m[b, h, row]
                 L[b, h, row] = m_row + log(l_row) if l_row != ZERO else NEG_INF
 
-    return hbm.jit(finish, "fa1_finish")
+    return hbm.jit(finish, "fa1_finish", threads)
 
 
 def launch(problem: Problem, A: Operands) -> None:

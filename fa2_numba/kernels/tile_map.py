@@ -54,7 +54,7 @@ def build(tiling: Tiling) -> Any:
                 kind = kind_full
             kinds[b, h, i, j] = kind
 
-    return hbm.jit(tile_map, "tile_map")
+    return hbm.jit(tile_map, "tile_map", threads)
 
 
 def launch(problem: Problem, A: Operands, mask: BooleanArray) -> None:
