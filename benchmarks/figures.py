@@ -117,6 +117,8 @@ def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 def tests_line(record: dict[str, Any]) -> str:
     """What `make test-gpu` ran."""
     what = "a selection of the GPU tests" if " -k " in record["command"] else "all GPU tests"
+    if record.get("part"):
+        what = f"part {record['part']} of the GPU tests"
     failed = f" ({', '.join(record['failures'])})" if record["failures"] else ""
     return (
         f"On a GPU, {what}: {record['passed']:,} passed, {record['failed']:,} failed{failed}, "
@@ -145,8 +147,8 @@ def main() -> None:
     before = text = README.read_text()
     if speeds := load(folder, "readable.json"):
         text = fill(text, "speed", speed_table(speeds))
-    if tests := load(folder, "tests.json"):
-        text = fill(text, "tests", tests_line(tests))
+    if tests := [load(folder, path.name) for path in sorted(folder.glob("tests*.json"))]:
+        text = fill(text, "tests", "\n\n".join(tests_line(record) for record in tests))
     if (rows := load(folder, "report/traffic.json")) and (
         about := load(folder, "report/about.json")
     ):

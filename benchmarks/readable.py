@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+except ImportError:
+    raise SystemExit("bench: compares with torch; install it first (see CONTRIBUTING.md)") from None
 
 import fa2_numba
 from benchmarks.environment import environment, nvidia_smi, results_folder

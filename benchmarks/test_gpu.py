@@ -58,6 +58,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         "--workers", type=int, default=workers, help=f"processes (default here {workers})"
     )
     parser.add_argument("--profile", default=os.environ.get("HYPOTHESIS_PROFILE", "gpu"))
+    parser.add_argument(
+        "--part", metavar="K/N", help="run the K-th of N parts of the tests, recorded on its own"
+    )
     parser.add_argument("--no-record", action="store_true", help="write no file")
     return parser.parse_known_args()
 
@@ -78,6 +81,8 @@ def main() -> int:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
+    if ours.part:
+        os.environ["FA2_TEST_PART"] = ours.part
     if ours.time_limit:
         os.environ["FA2_TEST_DEADLINE"] = str(started + ours.time_limit)
     arguments = [str(TESTS), "-m", "gpu", "-q", "-p", "no:benchmark"]
@@ -92,6 +97,7 @@ def main() -> int:
     record = {
         **about,
         "command": f"pytest -m gpu {' '.join(for_pytest)}".strip(),
+        "part": ours.part,
         "profile": ours.profile,
         "workers": ours.workers,
         "exit_code": code,
@@ -99,7 +105,8 @@ def main() -> int:
         "seconds": round(time.time() - started, 1),
     }
     if not ours.no_record:
-        path = results_folder(about["gpu"]) / "tests.json"
+        name = f"tests-{ours.part.replace('/', 'of')}" if ours.part else "tests"
+        path = results_folder(about["gpu"]) / f"{name}.json"
         path.write_text(json.dumps(record, indent=2) + "\n")
         print(f"written: {path}")
     return code
