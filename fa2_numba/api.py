@@ -16,7 +16,7 @@ import numpy as np
 from fa2_numba import arrays, io_model, masking, simulator
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands, gpu_available, on_device, shared_limit
-from fa2_numba.problem import Layout, Problem
+from fa2_numba.problem import Layout, Problem, acc_type
 from fa2_numba.tiling import DTYPE_BYTES, MAX_HEAD_DIM, Tiling, acc_bytes, choose
 from fa2_numba.traffic import Traffic
 
@@ -266,10 +266,6 @@ class _Shape:
         # Names of mask and score arrays, and how many bear each; those of the kernels are taken.
         self.names = dict.fromkeys(("Q", "K", "V", "O", "L", "S", "P", "l", "m", "O_acc"), 1)
 
-    @property
-    def shape_of_mask(self) -> tuple[int, ...]:
-        return (self.B, self.H, self.N_q, self.N_k)
-
     def change(
         self,
         causal: bool | str,
@@ -329,7 +325,7 @@ class _Shape:
                 self._check_table(arg)
                 values = arg.values
                 if isinstance(arg, masking.SlopeTable):
-                    values = values.astype(np.float64 if self.dtype == "fp64" else np.float32)
+                    values = values.astype(acc_type(self.dtype))
                 name = self._own_name(arg.name)
                 out.append(dataclasses.replace(arg, name=name, values=values))
             elif isinstance(arg, masking.BooleanArray):
@@ -359,7 +355,7 @@ class _Shape:
             )
         if str(mask.dtype).removeprefix("torch.") not in ("bool", "bool_"):
             raise TypeError(f"mask: got dtype {mask.dtype}, accepted: bool (True is visible)")
-        want = self.shape_of_mask
+        want = (self.B, self.H, self.N_q, self.N_k)
         have = tuple(mask.shape)
         full = (1,) * (4 - len(have)) + have
         if len(have) > self.ndim or any(h not in (1, w) for h, w in zip(full, want, strict=True)):
@@ -382,7 +378,6 @@ class _Shape:
             )
 
     def _alibi(self, slopes: Any) -> masking.Score:
-        acc = np.float64 if self.dtype == "fp64" else np.float32
         if not hasattr(slopes, "shape"):
             slopes = np.asarray(slopes)
         if not isinstance(slopes, np.ndarray):
@@ -396,7 +391,7 @@ class _Shape:
                 f"alibi_slopes: got shape {tuple(slopes.shape)}, accepted: ({self.H},) or "
                 f"({self.B}, {self.H})"
             )
-        return masking.alibi(arrays.to_host(slopes).astype(acc))
+        return masking.alibi(arrays.to_host(slopes))
 
     def problem(self) -> Problem:
         """This call as the kernels and the model see it."""
@@ -437,7 +432,7 @@ class _Call(_Shape):
         self._check_arrays()
         super().__init__(
             Q.layout.shape,
-            None if self.ndim_of(Q) == 2 else K.layout.shape[-3],
+            None if len(Q.layout.shape) == 2 else K.layout.shape[-3],
             K.layout.shape[-2],
             Q.dtype,
             method,
@@ -455,11 +450,6 @@ class _Call(_Shape):
         self.views["lse"] = arrays.operand("lse", self.lse)
         for name, view in zip("QKVOL", self.views.values(), strict=True):
             self.layouts[name] = self._four_axes(view.layout, 4 if name != "L" else 3)
-
-    @staticmethod
-    def ndim_of(view: arrays.Operand) -> int:
-        """Number of axes."""
-        return len(view.layout.shape)
 
     def _check_arrays(self) -> None:
         q = self.views["q"]
@@ -594,11 +584,6 @@ def _window(window: Any) -> masking.Mask:
         left, right = window
     except (TypeError, ValueError):
         raise TypeError(f"window: got {window!r}, accepted: a pair (left, right)") from None
-    for end in (left, right):
-        if isinstance(end, bool) or not isinstance(end, int | np.integer):
-            raise TypeError(f"window: got {window!r}, accepted: two integers")
-        if end < -1:
-            raise ValueError(f"window: got {window!r}, accepted: -1 (unbounded), 0 or more")
     return masking.window(left, right)
 
 

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from fa2_numba import simulator
@@ -30,8 +29,6 @@ class Format:
         "fp32", "fp64", "fp16" or "bf16".
     storage : np.dtype
         Element type of the arrays that a kernel gets.
-    public : np.dtype
-        Element type of the arrays that a user gives.
     acc : type
         NumPy scalar type of everything on chip.
     to_acc, from_acc, exp, log : device functions
@@ -40,7 +37,6 @@ class Format:
 
     name: str
     storage: Any
-    public: Any
     acc: Any
     to_acc: Any
     from_acc: Any
@@ -88,49 +84,29 @@ def _log_float32(x):
     return np.float32(math.log(x))
 
 
-@device
-def _exp_float64(x):
-    return math.exp(x)
+if simulator.ACTIVE:
+    # math.exp of Python raises where a GPU returns 0 or inf; NumPy's does as the GPU.
+    _exp_float64, _log_float64 = np.exp, np.log
+else:
 
+    @device
+    def _exp_float64(x):
+        return math.exp(x)
 
-@device
-def _log_float64(x):
-    return math.log(x)
+    @device
+    def _log_float64(x):
+        return math.log(x)
 
 
 _float32 = {"acc": np.float32, "exp": _exp_float32, "log": _log_float32}
+_float64 = {"acc": np.float64, "exp": _exp_float64, "log": _log_float64}
 
 FORMATS = {
     f.name: f
     for f in (
-        Format("fp32", np.float32, np.float32, to_acc=_same, from_acc=_same, **_float32),
-        Format(
-            "fp64",
-            np.float64,
-            np.float64,
-            np.float64,
-            to_acc=_same,
-            from_acc=_same,
-            exp=_exp_float64,
-            log=_log_float64,
-        ),
-        Format(
-            "fp16", np.float16, np.float16, to_acc=_to_float32, from_acc=_to_float16, **_float32
-        ),
-        Format(
-            "bf16",
-            np.uint16,
-            ml_dtypes.bfloat16,
-            to_acc=_bf16_to_float32,
-            from_acc=_float32_to_bf16,
-            **_float32,
-        ),
+        Format("fp32", np.float32, to_acc=_same, from_acc=_same, **_float32),
+        Format("fp64", np.float64, to_acc=_same, from_acc=_same, **_float64),
+        Format("fp16", np.float16, to_acc=_to_float32, from_acc=_to_float16, **_float32),
+        Format("bf16", np.uint16, to_acc=_bf16_to_float32, from_acc=_float32_to_bf16, **_float32),
     )
 }
-
-
-if simulator.ACTIVE:
-    # math.exp of Python raises where a GPU returns 0 or inf; NumPy's does as the GPU.
-    FORMATS["fp64"] = Format(
-        "fp64", np.float64, np.float64, np.float64, _same, _same, np.exp, np.log
-    )

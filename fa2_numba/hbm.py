@@ -88,10 +88,14 @@ class Counted:
             numbas = isinstance(data, DeviceNDArray)
             self.data = data if numbas else cuda.as_cuda_array(data, sync=False)
             self.tally = cuda.to_device(np.zeros((phases, 2, 3), np.int64))
+            cuda.synchronize()  # it is zero before a kernel on any stream adds to it
 
     def counts(self) -> np.ndarray:
         """The tally so far, as int64 ``(phase, op, kind)``."""
         if not simulator.ACTIVE:
+            from numba import cuda
+
+            cuda.synchronize()  # the kernels may run on a stream that no copy waits for
             return np.asarray(self.tally.copy_to_host())
         counts = np.zeros((self.phases, 2, 3), np.int64)
         for (row, op, *_), (lanes, elements, sectors) in self._log.items():

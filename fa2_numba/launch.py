@@ -14,7 +14,7 @@ import numpy as np
 
 from fa2_numba import hbm, simulator
 from fa2_numba.masking import BooleanArray, Table
-from fa2_numba.problem import Problem
+from fa2_numba.problem import Problem, acc_type
 from fa2_numba.traffic import Traffic
 
 MAX_BLOCKS = 2**31 - 1  # of one launch, in x
@@ -53,7 +53,7 @@ class Operands:
         self.problem = problem
         self.arrays = arrays
         self.stream = stream
-        self.scale = np.float64(scale) if problem.dtype == "fp64" else np.float32(scale)
+        self.scale = problem.number(scale)
         self.counted = counted
         self._allocate = allocate
         self._owners: list[Any] = []
@@ -65,9 +65,8 @@ class Operands:
 
     def workspace(self, name: str) -> None:
         """Allocate the workspace array `name` of the problem (S, P, l, m or O_acc)."""
-        layout = self.problem.layout(name)
-        acc = np.float64 if layout.itemsize == 8 else np.float32
-        self.arrays[name] = self.allocate(layout.shape, acc)
+        shape = self.problem.layout(name).shape
+        self.arrays[name] = self.allocate(shape, acc_type(self.problem.dtype))
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A device array that lives as long as this call."""
@@ -118,10 +117,6 @@ class Operands:
         """
         if blocks == 0:
             return
-        if self.counted and not simulator.ACTIVE:
-            from numba import cuda
-
-            cuda.synchronize()  # the tallies are zero before a kernel on another stream adds
         if blocks > MAX_BLOCKS:
             raise ValueError(
                 f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
@@ -130,10 +125,6 @@ class Operands:
 
     def rows(self) -> list[Traffic]:
         """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
-        if not simulator.ACTIVE:
-            from numba import cuda
-
-            cuda.synchronize()  # the kernels may run on a stream that no copy waits for
         sums: dict[tuple[str, str, str], list[int]] = {}
         for name, phases, itemsize, tally in self._tallies:
             counts = tally.counts()

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+BEYOND_ANY_LENGTH = 2**62  # and still an int64 after a position is added
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Any]
 
@@ -237,17 +238,17 @@ _WINDOW = Rule(_window_bounds)
 
 def window(left: int, right: int) -> Mask:
     """Row i sees keys i - left .. i + right, both included; -1 is unbounded."""
-    ends = (_whole("window", left, -1), _whole("window", right, -1))
+    given = (left, right)
+    if not all(map(_is_integer, given)):
+        raise TypeError(f"window: got {given!r}, accepted: two integers")
+    if min(given) < -1:
+        raise ValueError(f"window: got {given!r}, accepted: -1 (unbounded), 0 or more")
+    ends = tuple(min(int(end), BEYOND_ANY_LENGTH) for end in given)
     return Mask(f"window({left},{right})", _WINDOW, ends)
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    """An integer of at least `least`; beyond any length, that length serves."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: got {value!r}, accepted: integers")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, accepted: {least} or more")
-    return min(int(value), 2**62)
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _prefix_bounds(args, b, h, i, N_k):
@@ -259,7 +260,11 @@ _PREFIX = Rule(_prefix_bounds)
 
 def prefix_lm(prefix: int) -> Mask:
     """The first `prefix` keys are visible to all rows, the others causally."""
-    return Mask(f"prefix({prefix})", _PREFIX, (_whole("prefix", prefix, 0),))
+    if not _is_integer(prefix):
+        raise TypeError(f"prefix: got {prefix!r}, accepted: an integer")
+    if prefix < 0:
+        raise ValueError(f"prefix: got {prefix}, accepted: 0 or more")
+    return Mask(f"prefix({prefix})", _PREFIX, (min(int(prefix), BEYOND_ANY_LENGTH),))
 
 
 def _document_bounds(args, b, h, i, N_k):

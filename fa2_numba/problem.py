@@ -16,6 +16,11 @@ METHODS = ("standard", "fa1", "fa2")
 ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
 
 
+def acc_type(dtype: str) -> Any:
+    """NumPy scalar type of everything on chip, and of L, S, P, l and m in memory."""
+    return np.float64 if acc_bytes(dtype) == 8 else np.float32
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where an array's elements lie.
@@ -116,9 +121,7 @@ class Problem:
 
     def number(self, value: Any) -> Any:
         """A number among a mask's arguments as its functions get it, compiled or called."""
-        if not isinstance(value, float):
-            return value
-        return np.float64(value) if acc_bytes(self.dtype) == 8 else np.float32(value)
+        return acc_type(self.dtype)(value) if isinstance(value, float) else value
 
     @property
     def rounds(self) -> bool:

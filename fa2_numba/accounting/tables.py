@@ -9,8 +9,6 @@ from fa2_numba.accounting.fits import Fit, fit_exponent
 from fa2_numba.tiling import DTYPE_BYTES, Tiling
 from fa2_numba.traffic import Traffic
 
-WORKSPACE = ("S", "P", "O_acc", "l", "m", "L")  # beyond the inputs and the output
-
 # Where each of these is written from end to end exactly once, so that stores = size.
 _WRITTEN_ONCE = {
     ("S", "S = Q K^T"),
