@@ -4,6 +4,7 @@ An `Operand` is what the rest of the package needs to know of an array: its plac
 dtype, the device and stream it belongs to, and how to make another of its kind.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,14 +147,19 @@ def _torch(name: str, tensor: Any) -> Operand:
 def _cupy(array: Any) -> Operand:
     import cupy
 
+    device = array.device.id
+
     def empty(shape: tuple[int, ...], dtype: str) -> Any:
-        with cupy.cuda.Device(array.device.id):
+        # Only where it changes something: leaving a CuPy device inside Numba's `cuda.gpus[device]`
+        # would tell the CUDA runtime that `device` is the caller's own.
+        current = cupy.cuda.runtime.getDevice() == device
+        with contextlib.nullcontext() if current else cupy.cuda.Device(device):
             return cupy.empty(shape, ml_dtypes.bfloat16 if dtype == "bf16" else _NUMPY_OF[dtype])
 
     layout = Layout(array.shape, array.strides, array.itemsize, array.data.ptr)
-    stream = cupy.cuda.get_current_stream(array.device.id).ptr
+    stream = cupy.cuda.get_current_stream(device).ptr
     dtype = _dtype_name(array.dtype)
-    return Operand(layout, dtype, "cupy", array.device.id, stream, array, empty)
+    return Operand(layout, dtype, "cupy", device, stream, array, empty)
 
 
 def _interface(array: Any, family: str) -> Operand:

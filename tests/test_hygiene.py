@@ -187,7 +187,10 @@ def test_workspaces_are_written_before_read_and_stay_in_bounds(
         held.append((holder, poison.nbytes))
         return array, holder
 
-    operands = {n: guarded(backend, x.view(storage))[0] for n, x in zip("QKV", host, strict=True)}
+    operands, inputs = {}, []  # a kernel's array does not keep its memory: `inputs` does
+    for name, x in zip("QKV", host, strict=True):
+        operands[name], holder = guarded(backend, x.view(storage))
+        inputs.append(holder)
     for name, element in (("O", storage), ("L", acc)):
         operands[name] = allocate(problem.layout(name).shape, element)[0]
     scale = case.scale if case.scale is not None else case.kernel.d**-0.5
