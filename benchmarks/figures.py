@@ -1,8 +1,9 @@
 """Regenerate what the README shows from the recorded results.
 
 ``python -m benchmarks.figures`` rewrites the README's tables (between ``<!-- name -->`` and
-``<!-- /name -->``) from ``benchmarks/results/<gpu>/*.json`` and copies the report's figures to
-``docs/figures``. ``--check`` only says whether the README is up to date (exit code 1 if not).
+``<!-- /name -->``) from ``benchmarks/results/<gpu>/*.json``, copies the report's figures to
+``docs/figures`` and draws those of ``levels.json`` and ``fig2.json`` there. ``--check`` only says
+whether the README is up to date (exit code 1 if not).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import RESULTS
+from fa2_numba.accounting.plots import draw_recorded, save
 
 ROOT = RESULTS.parent.parent
 README = ROOT / "README.md"
@@ -159,6 +161,10 @@ def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     for figure in sorted((folder / "report" / "figures").glob("*.svg")):
         shutil.copy(figure, FIGURES / figure.name)
+    rows = load(folder, "report/traffic.json") or []
+    for drawing in draw_recorded(load(folder, "levels.json"), load(folder, "fig2.json"), rows):
+        _, png = save(drawing, FIGURES)
+        png.unlink()  # the docs show the SVG
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ _HOME = {
     "attention": "api",
     "measure": "api",
     "predict": "api",
+    "trace": "api",
     "Measurement": "api",
+    "Trace": "api",
     "METHODS": "api",
     "Tiling": "tiling",
     "Traffic": "traffic",
@@ -22,16 +24,18 @@ __all__ = [
     "METHODS",
     "Measurement",
     "Tiling",
+    "Trace",
     "Traffic",
     "attention",
     "masking",
     "measure",
     "predict",
+    "trace",
 ]
 
 if TYPE_CHECKING:
     from fa2_numba import masking
-    from fa2_numba.api import METHODS, Measurement, attention, measure, predict
+    from fa2_numba.api import METHODS, Measurement, Trace, attention, measure, predict, trace
     from fa2_numba.tiling import Tiling
     from fa2_numba.traffic import Traffic
 

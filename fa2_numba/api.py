@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from fa2_numba import arrays, io_model, masking, simulator
+from fa2_numba.clock import Timeline
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands, gpu_available, on_device, shared_limit
 from fa2_numba.problem import Layout, Problem, acc_type
 from fa2_numba.tiling import DTYPE_BYTES, MAX_HEAD_DIM, Tiling, acc_bytes, choose
-from fa2_numba.traffic import Traffic
+from fa2_numba.traffic import SharedTraffic, Traffic
 
 METHODS: dict[str, Callable[[Problem, Operands], None]] = {
     "standard": standard.launch,
@@ -48,11 +49,34 @@ class Measurement:
         What the kernels that computed them moved, counted.
     problem : Problem
         The call, for `io_model.predict`.
+    on_chip : list of SharedTraffic
+        What they moved between shared memory and registers, if that was asked for.
     """
 
     out: Any
     lse: Any
     rows: list[Traffic]
+    problem: Problem
+    on_chip: list[SharedTraffic]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What `trace` returns.
+
+    Attributes
+    ----------
+    out, lse : array
+        As `attention` returns them.
+    timelines : list of clock.Timeline
+        Phases of each timed kernel, in the order of their launch.
+    problem : Problem
+        The call.
+    """
+
+    out: Any
+    lse: Any
+    timelines: list[Timeline]
     problem: Problem
 
 
@@ -124,8 +148,8 @@ def attention(
     """
     call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
-    result, lse, _, _ = call.run(counted=False)
-    return (result, lse) if return_lse else result
+    call.run()
+    return (call.out, call.lse) if return_lse else call.out
 
 
 def measure(
@@ -143,11 +167,17 @@ def measure(
     method: str = "auto",
     tiling: Tiling | None = None,
     out: Any = None,
+    on_chip: bool = False,
 ) -> Measurement:
     """Run `attention` with counting kernels.
 
-    Parameters are those of `attention`. The kernels are the same source, compiled for counted
-    arrays; the result is bit for bit the same.
+    The other parameters are those of `attention`. The kernels are the same source, compiled for
+    counted arrays; the result is bit for bit the same.
+
+    Parameters
+    ----------
+    on_chip : bool
+        Count shared memory as well.
 
     Returns
     -------
@@ -156,7 +186,52 @@ def measure(
     """
     call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
-    return Measurement(*call.run(counted=True))
+    ran = call.run(counted=True, on_chip=on_chip)
+    with on_device(call.like.device):
+        return Measurement(call.out, call.lse, ran.rows(), ran.problem, ran.on_chip_rows())
+
+
+def trace(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    mask: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: masking.Score | None = None,
+    scale: float | None = None,
+    method: str = "auto",
+    tiling: Tiling | None = None,
+    out: Any = None,
+    capacity: int = 0,
+) -> Trace:
+    """Run `attention` with kernels that time their phases.
+
+    The other parameters are those of `attention`. The kernels are the same source, compiled with a
+    clock; the result is bit for bit the same. One launch, and the clock of an idle GPU is low: warm
+    up first, repeat, and compare with the plain kernel (`accounting.timing` does all three).
+
+    Parameters
+    ----------
+    capacity : int
+        How many marks of each warp to keep for a timeline; 0 for sums alone.
+
+    Returns
+    -------
+    Trace
+        Output, LSE and a `clock.Timeline` for each kernel. Under the simulator its cycles are
+        emulated steps and measure no time.
+    """
+    if _size("capacity", capacity) < 0:
+        raise ValueError(f"capacity: got {capacity}, accepted: 0 or more")
+    call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
+    call.change(causal, window, mask, softcap, alibi_slopes, score)
+    ran = call.run(timed=True, capacity=capacity)
+    with on_device(call.like.device):
+        return Trace(call.out, call.lse, ran.timelines(), ran.problem)
 
 
 def predict(
@@ -510,8 +585,15 @@ class _Call(_Shape):
         strides = (0,) * missing + layout.strides
         return Layout(shape, strides, layout.itemsize, layout.address)
 
-    def run(self, counted: bool) -> tuple[Any, Any, list[Traffic], Problem]:
-        """Launch; returns out, lse, the rows if counted, and the problem."""
+    def run(
+        self,
+        launch: Callable[[Problem, Operands], None] | None = None,
+        counted: bool = False,
+        on_chip: bool = False,
+        timed: bool = False,
+        capacity: int = 0,
+    ) -> Operands:
+        """Launch the method, or `launch`; returns the operands and what they counted and timed."""
         problem = self.problem()
         with on_device(self.like.device):
             operands = Operands(
@@ -524,11 +606,13 @@ class _Call(_Shape):
                 arrays.numba_stream(self.like.stream),
                 self.scale,
                 counted,
+                on_chip,
+                timed,
+                capacity,
             )
             self._upload(operands, (self.mask.args, self.score.args))
-            METHODS[self.method](problem, operands)
-            rows = operands.rows() if counted else []
-        return self.out, self.lse, rows, problem
+            (launch or METHODS[self.method])(problem, operands)
+        return operands
 
     def _kernel_array(self, view: arrays.Operand, name: str) -> Any:
         layout = self.layouts[name]

@@ -1,4 +1,4 @@
-"""``fa2-numba report | check | io | example | doctor``.
+"""``fa2-numba report | check | io | verify | example | doctor``.
 
 Nothing that imports Numba is imported before a command needs it: `doctor` must work where Numba
 does not, and without a GPU the simulator has to be switched on first.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fa2_numba.accounting.hardware import Case
     from fa2_numba.accounting.inputs import Inputs
     from fa2_numba.accounting.sweep import Experiment, Sweep
 
@@ -136,6 +137,24 @@ def _parser() -> argparse.ArgumentParser:
             metavar="LEFT,RIGHT",
             help="keys a row sees on either side of itself; -1: all",
         )
+
+    verify = command("verify", run_verify, "counted numbers against the GPU's own counters (ncu)")
+    verify.add_argument("--ncu", metavar="PATH", help="Nsight Compute's ncu (default: searched)")
+    verify.add_argument("--n", type=int, metavar="INT", help="rows and keys (default: 1024)")
+    verify.add_argument("--d", type=int, metavar="INT", help="head dimension (default: 64)")
+    verify.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), help="default: fp32")
+    verify.add_argument(
+        "--method",
+        choices=("standard", "fa1", "fa2"),
+        action="append",
+        help="may be given several times (default: every method)",
+    )
+    verify.add_argument(
+        "--causal", action="store_true", default=None, help="key j is visible to rows i >= j"
+    )
+    verify.add_argument(
+        "--grid", action="store_true", help="a dozen cases of all dtypes and masks instead of one"
+    )
 
     command("example", run_example, "a small example, every inner step shown")
     command("doctor", run_doctor, "what this machine has, and what to do next")
@@ -391,6 +410,52 @@ def run_io(arguments: argparse.Namespace) -> int:
     if given.json:
         _print_json([row.as_dict() for row in rows])
     return OK if equal else WRONG
+
+
+# verify -------------------------------------------------------------------------------------------
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Count some cases, read the hardware's counters for them, and compare launch by launch."""
+    out, errors = _consoles()
+    from fa2_numba.accounting import hardware, verify
+
+    try:
+        hardware.require_gpu()
+        ncu = hardware.find_ncu(arguments.ncu)
+        _choose_backend(errors)
+        with _refusals():
+            cases = _cases(arguments)
+            errors.print(f"{len(cases)} cases: counted here, then read by {ncu}", soft_wrap=True)
+            found = verify.verify(cases, ncu=ncu)
+    except hardware.HardwareError as error:
+        raise Refusal(str(error)) from error
+    if arguments.json:
+        _print_json([row.as_dict() for row in found.rows])
+    else:
+        out.print(verify.table(found))
+    for line in verify.summary(found):
+        (errors if arguments.json else out).print(line, soft_wrap=True)
+    return WRONG if found.differing else OK
+
+
+def _cases(arguments: argparse.Namespace) -> list["Case"]:
+    """What `verify` runs: the grid, or one shape."""
+    from fa2_numba.accounting import shapes, verify
+    from fa2_numba.accounting.hardware import Case
+    from fa2_numba.accounting.tables import METHODS
+
+    given = arguments
+    methods = given.method or METHODS
+    if given.grid:
+        for name in ("n", "d", "dtype", "causal"):
+            if getattr(given, name) is not None:
+                raise Refusal(f"--grid: got it beside --{name}, accepted is --method alone")
+        return verify.grid(methods)
+    n, d = 1024 if given.n is None else given.n, 64 if given.d is None else given.d
+    shape = shapes.Shape(1, 2, 2, n, n, d, given.dtype or "fp32", bool(given.causal))
+    sizes = (shape.B, shape.H, shape.H_k, shape.N_q, shape.N_k, shape.d)
+    return [Case(method, shape.dtype, *sizes, causal=shape.causal) for method in methods]
 
 
 # example ------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def jit(function: Callable, name: str | None = None, threads: int = 0) -> Any:
     if simulator.ACTIVE:
         return cuda.jit(function)
     bounds = {"launch_bounds": threads} if threads > 256 else {}
-    return cuda.jit(function, extensions=[_LaunchCounted], **bounds)
+    return cuda.jit(function, extensions=[_PrepareArguments], **bounds)
 
 
 def device(function: Callable) -> Any:
@@ -203,14 +203,20 @@ else:
     for _member in ("data", "tally", "row"):
         make_attribute_wrapper(_CountedType, _member, _member)
 
-    class _LaunchCounted:
-        """Dispatcher extension: a `Counted` argument travels as its array, tally and row."""
+    class _PrepareArguments:
+        """Dispatcher extension: how arguments that Numba does not know travel to the GPU.
+
+        A `Counted` array goes as its array, tally and row; None as the null pointer that Numba
+        compiles it to.
+        """
 
         @staticmethod
         def prepare_args(ty, val, **_):
             if isinstance(ty, _CountedType):
                 parts = types.Tuple((ty.array, ty.tally, types.int64))
                 return parts, (val.data, val.tally, val.row)
+            if isinstance(ty, types.NoneType):
+                return types.CPointer(types.uint8), 0
             return ty, val
 
     @overload_attribute(_CountedType, "shape", target="cuda")

@@ -13,11 +13,11 @@ because a phase repeats one access pattern on many tiles:
 of the mask's own functions (`masking.tile_functions`), called on the host.
 
 `closed_form` has the element counts as the papers' formulas; `theta`, `theorem_2`, `lower_bound`
-and `compulsory` have their bounds.
+and `compulsory` have their bounds. `dram` goes one level down and is a model, with a domain.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fa2_numba import masking
 from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
 from fa2_numba.problem import METHODS, Layout, Problem
-from fa2_numba.tiling import Tiling, ceil_div
+from fa2_numba.tiling import DTYPE_BYTES, Tiling, acc_bytes, ceil_div
 from fa2_numba.traffic import Traffic
 
 WARP = 32  # lanes
@@ -694,16 +694,10 @@ def closed_form(problem: Problem) -> dict[str, int]:
         Another mask.
     """
     p, t = problem, problem.tiling
-    if p.mask.rule not in _UNIFORM[:3]:
-        raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
-    N_q, N_k, d, T_r, T_c = p.N_q, p.N_k, p.d, t.T_r(p.N_q), t.T_c(p.N_k)
-    keys = N_k * T_r  # streamed past the row tiles
-    rows = N_q * T_c  # streamed past the key tiles
-    if p.mask.rule is not masking._NONE and p.method != "standard":
-        ends = [min((i + 1) * t.B_r, N_q) for i in range(T_r)]
-        visited = [max(0, ceil_div(end + N_k - N_q, t.B_c)) for end in ends]
-        keys = sum(min(N_k, tiles * t.B_c) for tiles in visited)
-        rows = sum((end - i * t.B_r) * visited[i] for i, end in enumerate(ends))
+    N_q, N_k, d = p.N_q, p.N_k, p.d
+    visits = _row_tiles(p)
+    keys = sum(min(N_k, tiles * t.B_c) for _, tiles in visits)  # streamed past the row tiles
+    rows = sum(rows * tiles for rows, tiles in visits)  # streamed past the key tiles
     if p.method == "fa2":
         moved = {"Q load": N_q * d, "K load": keys * d, "V load": keys * d}
         moved |= {"O store": N_q * d, "L store": N_q}
@@ -721,6 +715,20 @@ def closed_form(problem: Problem) -> dict[str, int]:
         moved |= {"P store": N_q * N_k, "P load": N_q * N_k}
         moved |= {"O store": N_q * d, "L store": N_q}
     return {name: p.B * p.H * elements for name, elements in moved.items()}
+
+
+def _row_tiles(problem: Problem) -> list[tuple[int, int]]:
+    """Of each row tile, its rows and how many key tiles it visits, from the first key on."""
+    p, t = problem, problem.tiling
+    if p.mask.rule not in _UNIFORM[:3]:
+        raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
+    full = p.mask.rule is masking._NONE or p.method == "standard"
+    tiles = []
+    for first in range(0, p.N_q, t.B_r):
+        end = min(first + t.B_r, p.N_q)
+        seen = p.N_k if full else max(0, end + p.N_k - p.N_q)
+        tiles.append((end - first, ceil_div(seen, t.B_c)))
+    return tiles
 
 
 def compulsory(problem: Problem) -> dict[str, int]:
@@ -769,3 +777,159 @@ def lower_bound(N: int, d: int, M: int) -> float:
     and FlashAttention is not. The bound is the smaller of the two.
     """
     return N**2 * d * min(d / M, 1 / math.sqrt(M))
+
+
+# ---- DRAM: a model, not a count ---------------------------------------------------------------
+
+SOFTMAX_ROWS = 4  # rows of a block of standard attention's softmax, a warp each
+STREAMING = {  # the kernels whose blocks in flight decide what DRAM moves
+    "standard": ("standard_softmax", "standard_output"),
+    "fa1": ("fa1_loop",),
+    "fa2": ("fa2",),
+}
+
+Moved = dict[tuple[str, str, str], int]  # (kernel, array, op) to bytes
+
+
+def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
+    """Bytes that each kernel moves between DRAM and the chip: a model of waves, not a count.
+
+    Blocks start in the order of their index. W of them, a wave, are on the GPU at a time and go
+    through K and V in step, so that a wave reads K and V of a key/value head once, as far as its
+    longest row tile sees. Each kernel starts with an empty L2.
+
+    * fa2: Q once; K and V once for each pair of a wave and a head. One head without a mask reads
+      ``N d (1 + 2 ceil(T_r / W))`` elements: 3 N d up to N = B_r W, about 2 N^2 d / (B_r W) beyond,
+      which is Theorem 2 with the tiles of the whole GPU as M.
+    * fa1, one block a head: K and V once for each pair; Q, O, l and m at each visit of a row tile,
+      or once if `cache` holds those of a wave's heads.
+    * standard: S and P stored; P loaded once, S twice, or once if `cache` holds the rows in flight;
+      K for each row tile, or once if `cache` holds it beside a row of tiles of S; V as fa2's.
+
+    Parameters
+    ----------
+    problem : Problem
+        Mask none, causal or causal_skip; arrays taken as contiguous.
+    slots : mapping of str to int
+        W by kernel, blocks an SM holds times SMs: of "fa2"; of "fa1_loop"; of "standard_softmax"
+        and "standard_output".
+    cache : int
+        Bytes of L2 in which something read again is still found. With 0 nothing outlasts a wave, a
+        visit or a pass over a row, and the loads of fa2 are an upper bound.
+
+    Returns
+    -------
+    dict
+        (kernel, array, "load" or "store") to bytes, zeros left out.
+
+    Raises
+    ------
+    ValueError
+        Another mask, or no number of blocks for a kernel.
+
+    Notes
+    -----
+    Where it holds: the number does not depend on how much of L2 one takes as `cache` (fa2: a head
+    fits one wave, or the K and V of two waves together exceed L2), and blocks stay in step. They
+    drift where an SM holds many: with 16 on each, an H200 read 1.6 to 4.7 times the model, with
+    4 within 0.5 % of it. Under a causal mask blocks end one after the other, so that later ones
+    start staggered: K and V of up to ``B_r W`` keys must then stay in L2.
+
+    Stores are what has to arrive. A counter of DRAM writes does not show them: at the end of a
+    kernel dirty lines are still in L2.
+    """
+    W = {name: slots.get(name, 0) for name in STREAMING[problem.method]}
+    if any(blocks < 1 for blocks in W.values()):
+        raise ValueError(f"slots: got {dict(slots)}, accepted: 1 block or more of {', '.join(W)}")
+    model = {"standard": _standard_dram, "fa1": _fa1_dram, "fa2": _fa2_dram}[problem.method]
+    return {key: moved for key, moved in model(problem, W, cache).items() if moved}
+
+
+def _fa2_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
+    p, name = problem, "fa2"
+    reach = [min(p.N_k, tiles * p.tiling.B_c) for _, tiles in reversed(_row_tiles(p))]
+    e = DTYPE_BYTES[p.dtype]
+    keys = _keys_streamed(p, reach, W[name], 2 * p.d * e, cache)
+    rows = p.B * p.H * p.N_q
+    return {
+        (name, "Q", "load"): rows * p.d * e,
+        (name, "K", "load"): keys * p.d * e,
+        (name, "V", "load"): keys * p.d * e,
+        (name, "O", "store"): rows * p.d * e,
+        (name, "L", "store"): rows * acc_bytes(p.dtype),
+    }
+
+
+def _fa1_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
+    p, O = problem, problem.o_acc_name
+    e, acc, heads, visits = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, _row_tiles(p)
+    visited = sum(rows for rows, tiles in visits if tiles)
+    every_visit = sum(rows * tiles for rows, tiles in visits)
+    loop = {"K": 0, "Q": 0}  # rows that the loop moves of K, and V; of Q, and O, l and m
+    for first in range(0, heads, W["fa1_loop"]):
+        end = min(first + W["fa1_loop"], heads)
+        rows_and_accumulators = (end - first) * p.N_q * (p.d * (e + acc) + 2 * acc)
+        kept = rows_and_accumulators <= cache
+        loop["Q"] += (end - first) * (visited if kept else every_visit)
+        group = p.H // p.H_k
+        loop["K"] += ((end - 1) // group - first // group + 1) * p.N_k if p.N_q else 0
+    width = {"Q": p.d * e, "K": p.d * e, "V": p.d * e, O: p.d * acc, "l": acc, "m": acc, "L": acc}
+    all_rows = heads * p.N_q
+    moved = {("fa1_loop", array, "load"): loop["K"] * width[array] for array in "KV"}
+    moved["fa1_loop", "Q", "load"] = loop["Q"] * width["Q"]
+    for array in (O, "l", "m"):
+        moved["fa1_init", array, "store"] = all_rows * width[array]
+        for op in ("load", "store"):
+            moved["fa1_loop", array, op] = loop["Q"] * width[array]
+        if array != O or p.rounds:
+            moved["fa1_finish", array, "load"] = all_rows * width[array]
+    moved["fa1_finish", "L", "store"] = all_rows * width["L"]
+    if p.rounds:
+        moved["fa1_finish", "O", "store"] = all_rows * p.d * e
+    return moved
+
+
+def _standard_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
+    p, B_r = problem, problem.tiling.B_r
+    e, acc, heads, T_r = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, len(_row_tiles(p))
+    rows, row_of_S, row_of_V = heads * p.N_q, p.N_k * acc, p.d * e
+    K_kept = p.N_k * p.d * e + B_r * row_of_S <= cache
+    S_kept = min(W["standard_softmax"] * SOFTMAX_ROWS, rows) * row_of_S <= cache
+    P_beside = min(W["standard_output"], heads * T_r) * B_r * row_of_S
+    keys = _keys_streamed(p, [p.N_k] * T_r, W["standard_output"], row_of_V, cache - P_beside)
+    K_passes = (p.B * p.H_k if K_kept else heads * T_r) if p.N_q else 0
+    return {
+        ("standard_scores", "Q", "load"): rows * p.d * e,
+        ("standard_scores", "K", "load"): K_passes * p.N_k * p.d * e,
+        ("standard_scores", "S", "store"): rows * row_of_S,
+        ("standard_softmax", "S", "load"): rows * row_of_S * (1 if S_kept else 2),
+        ("standard_softmax", "P", "store"): rows * row_of_S,
+        ("standard_softmax", "L", "store"): rows * acc,
+        ("standard_output", "P", "load"): rows * row_of_S,
+        ("standard_output", "V", "load"): keys * row_of_V,
+        ("standard_output", "O", "store"): rows * p.d * e,
+    }
+
+
+def _keys_streamed(problem: Problem, reach: list[int], W: int, bytes_a_key: int, cache: int) -> int:
+    """Keys that waves of W blocks read, all key/value heads together.
+
+    Block s of a head sees the first ``reach[s]`` keys. What the wave before has read is there still
+    if it fits `cache` together with what this one reads.
+    """
+    heads, group, T_r = problem.B * problem.H, problem.H // max(problem.H_k, 1), len(reach)
+    waves: dict[int, dict[int, int]] = {}  # wave to key/value head to keys
+    for head in range(heads):
+        first, end = head * T_r, (head + 1) * T_r
+        for wave in range(first // W, ceil_div(end, W)):
+            longest = max(reach[max(wave * W - first, 0) : (wave + 1) * W - first])
+            keys = waves.setdefault(wave, {})
+            keys[head // group] = max(keys.get(head // group, 0), longest)
+    streamed = 0
+    before: dict[int, int] = {}
+    for keys in waves.values():
+        both = sum(max(before.get(h, 0), keys.get(h, 0)) for h in before | keys)
+        found = before if both * bytes_a_key <= cache else {}
+        streamed += sum(max(0, n - found.get(h, 0)) for h, n in keys.items())
+        before = keys
+    return streamed

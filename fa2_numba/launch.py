@@ -8,18 +8,48 @@ operands are plain or counted is decided here, so no launcher knows.
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fa2_numba import hbm, simulator
+from fa2_numba import cache, hbm, simulator, smem
+from fa2_numba.clock import PhaseClock, Timeline
 from fa2_numba.masking import BooleanArray, Table
 from fa2_numba.problem import Problem, acc_type
-from fa2_numba.traffic import Traffic
+from fa2_numba.traffic import SharedTraffic, Traffic
 
 MAX_BLOCKS = 2**31 - 1  # of one launch, in x
 STATIC_SHARED_LIMIT = 48 * 1024  # above this a kernel must ask for its shared memory
 OPS = ("load", "store")
+TILE_NAMES = {"Q": "Q_i", "K": "K_j", "V": "V_j", "P": "P_ij", "M": "M", "R": "R"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, and what the GPU gives it; under the simulator the last three are 0.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel.
+    blocks, threads : int
+        Blocks of the grid, threads of a block.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    registers, local_bytes : int
+        Of one thread. Local memory holds what registers cannot.
+    blocks_per_sm : int
+        Blocks that fit on an SM at once.
+    """
+
+    kernel: str
+    blocks: int
+    threads: int
+    shared_bytes: int
+    registers: int
+    local_bytes: int
+    blocks_per_sm: int
 
 
 class Operands:
@@ -38,7 +68,13 @@ class Operands:
     scale : float
         Score scale.
     counted : bool
-        Whether the kernels count.
+        Whether the kernels count their accesses to global memory.
+    on_chip : bool
+        Whether they count their accesses to shared memory.
+    timed : bool
+        Whether they time their phases.
+    capacity : int
+        How many marks of each warp are kept for a timeline, where timed.
     """
 
     def __init__(
@@ -49,15 +85,22 @@ class Operands:
         stream: Any,
         scale: float,
         counted: bool,
+        on_chip: bool = False,
+        timed: bool = False,
+        capacity: int = 0,
     ):
         self.problem = problem
         self.arrays = arrays
         self.stream = stream
         self.scale = problem.number(scale)
-        self.counted = counted
+        self.counted, self.on_chip = counted, on_chip
+        self.timed, self.capacity = timed, capacity
         self._allocate = allocate
         self._owners: list[Any] = []
         self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
+        self._shared: list[tuple[str, str, smem.SharedTally]] = []
+        self._clocks: list[PhaseClock] = []
+        self._launched: list[tuple[str, Any, int, int, int]] = []
 
     def array(self, name: str, *phases: str) -> Any:
         """Operand `name`; its accesses belong to `phases`, by the row that `hbm.phase` names."""
@@ -107,6 +150,50 @@ class Operands:
         self._tallies.append((name, phases, array.dtype.itemsize, tally))
         return tally
 
+    def shared(self, kernel: str, tiles: str) -> Any:
+        """The `shared` argument of `kernel`, whose tiles have these letters, or None."""
+        if not self.on_chip:
+            return None
+        tally = smem.SharedTally(len(tiles))
+        self._shared.append((kernel, tiles, tally))
+        return tally.argument
+
+    def clock(self, kernel: str, phases: tuple[str, ...], blocks: int, threads: int) -> Any:
+        """The `clock` argument of `kernel` for this launch, or None."""
+        if not self.timed:
+            return None
+        new = PhaseClock(kernel, phases, blocks, threads, self.capacity)
+        self._clocks.append(new)
+        return new.argument
+
+    def on_chip_rows(self) -> list[SharedTraffic]:
+        """The counted accesses to shared memory, one row for each (kernel, tile, op) with any."""
+        itemsize = np.dtype(acc_type(self.problem.dtype)).itemsize
+        rows = []
+        for kernel, tiles, tally in self._shared:
+            for letter, counts in zip(tiles, tally.counts(), strict=True):
+                for op, (elements, requests, wavefronts, conflicts) in zip(
+                    OPS, counts.tolist(), strict=True
+                ):
+                    if requests:
+                        rows.append(
+                            SharedTraffic(
+                                kernel,
+                                TILE_NAMES[letter],
+                                op,
+                                elements,
+                                elements * itemsize,
+                                requests,
+                                wavefronts,
+                                conflicts,
+                            )
+                        )
+        return rows
+
+    def timelines(self) -> list[Timeline]:
+        """What the clocks saw, one for each timed launch."""
+        return [c.timeline() for c in self._clocks]
+
     def run(self, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any) -> None:
         """Launch `blocks` blocks of `threads` threads; no block, no launch.
 
@@ -121,7 +208,16 @@ class Operands:
             raise ValueError(
                 f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
             )
-        launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
+        function = launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
+        self._launched.append((kernel.__name__, function, blocks, threads, shared_bytes))
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches so far, in order. The driver is asked now: a launch costs no host time."""
+        return [
+            Launch(name, blocks, threads, size, *_resources(function, threads, size))
+            for name, function, blocks, threads, size in self._launched
+        ]
 
     def rows(self) -> list[Traffic]:
         """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
@@ -155,20 +251,25 @@ class Operands:
 
 def launch(
     kernel: Any, blocks: int, threads: int, stream: Any, shared_bytes: int, *args: Any
-) -> None:
+) -> Any:
     """Launch a kernel, allowing it the shared memory it needs.
 
     Above 48 KB the driver wants to be asked for each compiled kernel; Numba does not ask.
+
+    Returns
+    -------
+    function
+        The compiled kernel as it is loaded on this device; None under the simulator.
     """
     if simulator.ACTIVE:
         kernel[blocks, threads, stream, shared_bytes](*(simulator.argument(a) for a in args))
-        return
+        return None
     from numba.cuda.cudadrv.driver import _to_core_stream, binding, driver
 
     types = tuple(kernel.typeof_pyval(arg) for arg in args)
-    compiled = kernel.overloads.get(types) or kernel.compile(types)
+    compiled = kernel.overloads.get(types) or cache.compiled(kernel, types)
+    function = compiled._codelibrary.get_cufunc()
     if shared_bytes > STATIC_SHARED_LIMIT:
-        function = compiled._codelibrary.get_cufunc()
         driver.cuKernelSetAttribute(
             binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             shared_bytes,
@@ -176,6 +277,17 @@ def launch(
             function.device.id,
         )
     compiled.launch(args, (blocks, 1, 1), (threads, 1, 1), _to_core_stream(stream), shared_bytes)
+    return function
+
+
+def _resources(function: Any, threads: int, shared_bytes: int) -> tuple[int, int, int]:
+    """Registers and local bytes of a thread, blocks on an SM; 0 under the simulator."""
+    if function is None:
+        return 0, 0, 0
+    context = function.module.context
+    with on_device(context.device.id):
+        blocks = context.get_active_blocks_per_multiprocessor(function, threads, shared_bytes)
+    return function.attrs.regs, function.attrs.local, int(blocks)
 
 
 def _broadcast(array: Any, shape: tuple[int, ...]) -> Any:

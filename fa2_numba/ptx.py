@@ -13,9 +13,14 @@ from fa2_numba import simulator
 
 
 def instruction(
-    text: str, constraints: str, result: str, operands: tuple[str, ...], stand_in: Callable
+    text: str,
+    constraints: str,
+    result: str,
+    operands: tuple[str, ...],
+    stand_in: Callable,
+    volatile: bool = False,
 ) -> Any:
-    """A device function that is one PTX instruction without memory effects.
+    """A device function that is one PTX instruction.
 
     Parameters
     ----------
@@ -28,6 +33,8 @@ def instruction(
         Names of Numba types.
     stand_in : callable
         What runs instead under the simulator.
+    volatile : bool
+        Whether it keeps its place among the instructions around it, memory accesses included.
     """
     if simulator.ACTIVE:
         return stand_in
@@ -38,13 +45,20 @@ def instruction(
 
     result_type = getattr(types, result)
     operand_types = [getattr(types, name) for name in operands]
+    if volatile:
+        constraints += ",~{memory}"
 
     def codegen(context, builder, signature, args):
         values = [context.get_value_type(t) for t in signature.args]
         function = ir.FunctionType(context.get_value_type(signature.return_type), values)
-        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=False), args)
+        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=volatile), args)
 
-    if len(operands) == 1:
+    if len(operands) == 0:
+
+        @intrinsic
+        def emit(typingctx):
+            return result_type(), codegen
+    elif len(operands) == 1:
 
         @intrinsic
         def emit(typingctx, a):
@@ -89,6 +103,47 @@ mov_f32_bf16 = instruction(
     "float32",
     ("uint16",),
     lambda bits: (np.uint32(bits) << np.uint32(16)).view(np.float32),
+)
+
+
+mov_u32_clock = instruction(
+    # "Special Registers: %clock". The lower half of the SM's cycle counter; wraps.
+    "mov.u32 $0, %clock;",
+    "=r",
+    "uint32",
+    (),
+    lambda: np.uint32(simulator.ticks() % 2**32),
+    volatile=True,
+)
+
+mov_u64_clock64 = instruction(
+    # "Special Registers: %clock64". The SM's cycle counter; every SM has its own.
+    "mov.u64 $0, %clock64;",
+    "=l",
+    "uint64",
+    (),
+    lambda: np.uint64(simulator.ticks()),
+    volatile=True,
+)
+
+mov_u64_globaltimer = instruction(
+    # "Special Registers: %globaltimer". Nanoseconds, one counter for the GPU; it moves in steps.
+    "mov.u64 $0, %globaltimer;",
+    "=l",
+    "uint64",
+    (),
+    lambda: np.uint64(simulator.ticks()),
+    volatile=True,
+)
+
+mov_u32_smid = instruction(
+    # "Special Registers: %smid". Number of the SM that runs this thread.
+    "mov.u32 $0, %smid;",
+    "=r",
+    "uint32",
+    (),
+    lambda: np.uint32(0),
+    volatile=True,
 )
 
 

@@ -37,6 +37,7 @@ if ACTIVE:
 WARP = 32
 
 _order = "forward"
+_ticks = itertools.count(1)
 
 
 class BarrierDivergence(RuntimeError):
@@ -196,6 +197,11 @@ def lane() -> int:
     """This thread's place in its warp."""
     assert Block.current is not None
     return Block.current.thread.thread_id % WARP
+
+
+def ticks() -> int:
+    """A clock for emulated kernels: it steps each time it is read, and measures no time."""
+    return next(_ticks)
 
 
 def shared_tile(shape: tuple[int, int], dtype: Any, offset: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from fa2_numba import smem
 from fa2_numba.formats import Format
 from fa2_numba.hbm import device, vector_load
 from fa2_numba.masking import FULL, UNCHANGED, tile_functions
@@ -22,14 +23,26 @@ u32 = np.uint32
 LOADS_IN_FLIGHT = 8  # that a thread asks for before it waits; 32 registers at 16 bytes each
 
 
-def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> Any:
+def loader(
+    rows: int,
+    columns: int,
+    width: int,
+    threads: int,
+    fmt: Format,
+    mark: Any,
+    issued: int,
+    landed: int,
+) -> Any:
     """A device function that brings a piece of a global matrix into a shared tile.
 
-    ``load(T, A, b, h, row_0, N, col_0, M, factor, tid)``:
+    ``load(T, A, b, h, row_0, N, col_0, M, factor, tid, clock, ticks)``:
     ``T[r, k] = factor * A[b, h, row_0 + r, col_0 + k]`` for r < `rows`, k < `columns`. A has N rows
     and M columns; what lies outside becomes 0. Neighbouring lanes take neighbouring pieces of
     `width` elements, so a warp reads whole lines. A thread asks for `LOADS_IN_FLIGHT` pieces
     before it stores the first.
+
+    ``mark(clock, ticks, phase)`` closes phase `issued` when they are asked for, and phase `landed`
+    when they are stored, for which they must have arrived.
     """
     pieces = columns // width
     total = rows * pieces
@@ -39,8 +52,9 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
     held = batch * width
     whole_rows = threads % pieces == 0  # then a thread stays in its columns and steps down rows
     rows_a_step = threads // pieces
-    storage, to_acc = fmt.storage, fmt.to_acc
-    load = vector_load(width)
+    storage, acc_type, to_acc = fmt.storage, fmt.acc, fmt.to_acc
+    wide = smem.widest(width, np.dtype(acc_type).itemsize)
+    load, put = vector_load(width), smem.vector_store(wide)
 
     @device
     def place(tid, step):
@@ -51,8 +65,9 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
         return e // u32(pieces), e % u32(pieces) * u32(width), e < u32(total)
 
     @device
-    def load_tile(T, A, b, h, row_0, N, col_0, M, factor, tid):
+    def load_tile(T, A, b, h, row_0, N, col_0, M, factor, tid, clock, ticks):
         x = cuda.local.array(held, storage)
+        y = cuda.local.array(wide, acc_type)
         nothing = storage(0)  # made here: libNVVM refuses a frozen float16 constant
         for s in range(batches):
             for t in range(batch):
@@ -61,11 +76,15 @@ def loader(rows: int, columns: int, width: int, threads: int, fmt: Format) -> An
                     x[t * width + c] = nothing
                 if mine and row_0 + r < N and col_0 + k < M:
                     load(A, (b, h, row_0 + r, col_0 + k), x, t * width)
+            mark(clock, ticks, issued)
             for t in range(batch):
                 r, k, mine = place(tid, s * batch + t)
                 if mine:
-                    for c in range(width):
-                        T[r, k + u32(c)] = to_acc(x[t * width + c]) * factor
+                    for c_0 in range(0, width, wide):
+                        for c in range(wide):
+                            y[c] = to_acc(x[t * width + c_0 + c]) * factor
+                        put(T, (r, k + u32(c_0)), y, 0)
+            mark(clock, ticks, landed)
 
     return load_tile
 
@@ -106,22 +125,25 @@ def product_nt(tiling: Tiling, length: int, fmt: Format) -> Any:
     """
     n_r, n_c, R_r, R_c = tiling.n_r, tiling.n_c, tiling.R_r, tiling.R_c
     step, acc = _step(length, R_r * R_c), fmt.acc
+    wide = smem.widest(step, np.dtype(acc).itemsize)
+    get = smem.vector_load(wide)
+    held_a, held_b = R_r * step, R_c * step
 
     @device
     def product(S, A, B, ty, tx):
-        a = cuda.local.array((R_r, step), acc)
-        b = cuda.local.array((R_c, step), acc)
+        a = cuda.local.array(held_a, acc)
+        b = cuda.local.array(held_b, acc)
         for k0 in range(0, length, step):
             for r in range(R_r):
-                for k in range(step):
-                    a[r, k] = A[ty + u32(r * n_r), u32(k0 + k)]
+                for k in range(0, step, wide):
+                    get(A, (ty + u32(r * n_r), u32(k0 + k)), a, r * step + k)
             for c in range(R_c):
-                for k in range(step):
-                    b[c, k] = B[tx + u32(c * n_c), u32(k0 + k)]
+                for k in range(0, step, wide):
+                    get(B, (tx + u32(c * n_c), u32(k0 + k)), b, c * step + k)
             for k in range(step):
                 for r in range(R_r):
                     for c in range(R_c):
-                        S[r, c] += a[r, k] * b[c, k]
+                        S[r, c] += a[r * step + k] * b[c * step + k]
 
     return product
 
@@ -137,23 +159,25 @@ def product_nn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
     step, acc_type = _step(tiling.B_c, R_r * C * G), fmt.acc
     length = tiling.B_c
     zero = acc_type(0)
+    wide = smem.widest(step, np.dtype(acc_type).itemsize)
+    get_P, get_V = smem.vector_load(wide), smem.vector_load(C)
+    held = R_r * step
 
     @device
     def product(acc, P, V, ty, tx):
-        p = cuda.local.array((R_r, step), acc_type)
+        p = cuda.local.array(held, acc_type)
         v = cuda.local.array(C, acc_type)
         for k0 in range(0, length, step):
             for r in range(R_r):
-                for k in range(step):
-                    p[r, k] = P[ty + u32(r * n_r), u32(k0 + k)]
+                for k in range(0, step, wide):
+                    get_P(P, (ty + u32(r * n_r), u32(k0 + k)), p, r * step + k)
             for k in range(step):
                 for g in range(G):
-                    for c in range(C):
-                        v[c] = V[u32(k0 + k), u32(C) * (tx + u32(g * n_c)) + u32(c)]
+                    get_V(V, (u32(k0 + k), u32(C) * (tx + u32(g * n_c))), v, 0)
                     for r in range(R_r):
                         for c in range(C):
-                            if not masked or p[r, k] != zero:
-                                acc[r, g * C + c] += p[r, k] * v[c]
+                            if not masked or p[r * step + k] != zero:
+                                acc[r, g * C + c] += p[r * step + k] * v[c]
 
     return product
 

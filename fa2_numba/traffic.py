@@ -31,11 +31,14 @@ class Traffic:
     block_r, block_c : int
         B_r and B_c.
     level : str
-        Where it was counted. "issued": global loads and stores as the warps issue them.
+        Where it was counted. "issued": global loads and stores as the warps issue them. "L2 to SM",
+        "L2 lookups" and "DRAM": beyond L1, by the GPU's counters (`accounting.levels`).
     array, phase, op : str
-        Which array, in which part of the algorithm, "load" or "store".
+        Which array, in which part of the algorithm, "load" or "store". The GPU's counters know
+        neither: array "all", and the kernel's name as phase.
     elements, bytes, requests, sectors : int
-        Elements moved, their bytes, warp instructions, 32-byte sectors touched by each.
+        Elements moved, their bytes, warp instructions, 32-byte sectors touched by each. Beyond L1
+        whole sectors move: bytes are 32 times sectors, and elements and requests are None.
     cycles : int or None
         Time of the phase, where measured.
     source : str
@@ -58,9 +61,9 @@ class Traffic:
     array: str
     phase: str
     op: str
-    elements: int
+    elements: int | None
     bytes: int
-    requests: int
+    requests: int | None
     sectors: int
     cycles: int | None
     source: str
@@ -75,9 +78,36 @@ class Traffic:
         return astuple(self)[: COLUMNS.index("elements")]
 
     @property
-    def numbers(self) -> tuple[int, int, int, int]:
+    def numbers(self) -> tuple[int | None, int, int | None, int]:
         """elements, bytes, requests, sectors."""
         return self.elements, self.bytes, self.requests, self.sectors
+
+
+@dataclass(frozen=True)
+class SharedTraffic:
+    """What one tile moved between shared memory and registers in one kernel, counted.
+
+    Attributes
+    ----------
+    kernel, tile, op : str
+        "fa2", ...; "Q_i", "K_j", "V_j" or "P_ij"; "load" or "store".
+    elements, bytes : int
+        Summed over the lanes: two lanes that read one word count twice.
+    requests : int
+        Warp instructions.
+    wavefronts, conflicts : int
+        Passes over the 32 banks, and those beyond what the width of the access needs
+        (`smem.SharedTally` has the rule).
+    """
+
+    kernel: str
+    tile: str
+    op: str
+    elements: int
+    bytes: int
+    requests: int
+    wavefronts: int
+    conflicts: int
 
 
 def differences(a: Iterable[Traffic], b: Iterable[Traffic]) -> list[tuple[Traffic, Traffic]]:

@@ -50,7 +50,7 @@ def test_a_missing_barrier_gives_two_results_in_two_orders() -> None:
     tile = smem.shared_tile(1, 8, np.float32, 0)
 
     def kernel(out, barrier):
-        T = tile()
+        T = tile(None)
         t = cuda.threadIdx.x
         T[0, t] = t
         if barrier:
@@ -207,7 +207,7 @@ def test_shared_memory_starts_as_nan_in_every_block(dtype: Any) -> None:
     out = np.zeros((3, 2, 4), dtype)
 
     def kernel(out):
-        T = tile()
+        T = tile(None)
         t = cuda.threadIdx.x
         out[cuda.blockIdx.x, t // 4, t % 4] = T[t // 4, t % 4]
         T[t // 4, t % 4] = 1
@@ -219,7 +219,7 @@ def test_shared_memory_starts_as_nan_in_every_block(dtype: Any) -> None:
 def test_a_tile_outside_the_allocation_raises() -> None:
     tile = smem.shared_tile(4, 4, np.float32, 16)
     with pytest.raises(RuntimeError, match="64 bytes at 16 exceeds 64"):
-        run(lambda: tile(), shared_bytes=64)
+        run(lambda: tile(None), shared_bytes=64)
 
 
 def test_tiles_may_overlap() -> None:
@@ -228,7 +228,7 @@ def test_tiles_may_overlap() -> None:
     out = np.empty(4, np.int32)
 
     def kernel(out):
-        A, B = first(), second()
+        A, B = first(None), second(None)
         t = cuda.threadIdx.x
         A[0, t] = t
         cuda.syncthreads()

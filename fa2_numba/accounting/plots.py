@@ -5,7 +5,7 @@ axes name the level. Colours are those of Okabe and Ito, which colour-blind read
 methods also differ in marker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from fa2_numba.accounting import tables
+from fa2_numba.accounting import levels, tables
 from fa2_numba.accounting.fits import Fit, fit_exponent
 from fa2_numba.accounting.sweep import MILLION, Plan
 from fa2_numba.accounting.tables import DRAWN, Setting, Variant
+from fa2_numba.tiling import DTYPE_BYTES
 from fa2_numba.traffic import Traffic
 
 Rows = Sequence[Traffic]
@@ -451,3 +452,273 @@ def _tile_labels(ax: Any, rows: Rows, plan: Plan) -> None:
         if T in (1, 2, 4, 8):
             text, at = f"{causal[N]:.0f} of {full[N]:.0f}", (T, causal[N] / full[N])
             ax.annotate(text, at, xytext=(6, 2), textcoords="offset points", fontsize=7.5)
+
+
+# Recorded benchmarks: levels, block sizes, Theorem 2 ----------------------------------------------
+
+Record = dict[str, Any]  # what a benchmark wrote, or a row of it
+
+LEVEL_COLOURS = {
+    "issued": "#d55e00",
+    "L2 to SM": "#e69f00",
+    "L2 lookups": "#56b4e9",
+    "DRAM": "#0072b2",
+}
+LEVEL_MARKERS = {"issued": "s", "L2 to SM": "^", "L2 lookups": "v", "DRAM": "o"}
+
+
+def draw_recorded(
+    swept: Record | None = None, blocks: Record | None = None, counted: Iterable[Record] = ()
+) -> list[Drawing]:
+    """Every figure that recorded results suffice for.
+
+    Parameters
+    ----------
+    swept, blocks : dict, optional
+        ``levels.json`` and ``fig2.json`` of `benchmarks`.
+    counted : iterable of dict
+        Rows of a report's ``traffic.json``.
+    """
+    with matplotlib.rc_context(STYLE):
+        found = [
+            four_levels(swept, 1) if swept else None,
+            four_levels(swept, 8) if swept else None,
+            residuals(swept) if swept else None,
+            block_sizes(blocks) if blocks else None,
+            theorem_2(levels.theorem_2_rows(counted)),
+        ]
+    return [drawing for drawing in found if drawing]
+
+
+def four_levels(record: Record, heads: int) -> Drawing | None:
+    """Bytes loaded against N at every level, a panel for each method with this many heads."""
+    lines = levels.series(p for p in record["points"] if p["heads"] == heads)
+    shown = [v for v in DRAWN if (v.method, v.causal, heads) in lines]
+    if not shown:
+        return None
+    exponents: dict[Variant, list[Record]] = {}
+    for fit in levels.fits(record["points"]):
+        if fit["heads"] == heads:
+            exponents.setdefault(Variant(fit["method"], fit["causal"]), []).append(fit)
+    figure, axes = _figure(len(shown), 4.3, sharex=True, sharey=True, squeeze=False)
+    for ax, v in zip(axes[0], shown, strict=True):
+        line = lines[v.method, v.causal, heads]
+        N = [p["n_q"] for p in line]
+        handles = []
+        for level in levels.LEVELS:
+            y = [p["loads"][level] for p in line]
+            known = [p["counted"] or level != "issued" for p in line]
+            look: Any = {"color": LEVEL_COLOURS[level], "marker": LEVEL_MARKERS[level]}
+            ax.plot(N, y, color=LEVEL_COLOURS[level], linewidth=1)
+            _points(ax, N, y, known, look, 6 if level == "issued" else 4)
+            label = f"{level}: {_slopes(exponents.get(v, []), level)}"
+            handles.append(Line2D([], [], **look, markersize=4, linewidth=1, label=label))
+        ax.plot(N, [p["model"]["loads"] for p in line], color=INK, linewidth=1, linestyle=DASHES)
+        ax.set(xscale="log", yscale="log", title=v.label, xlabel="N")
+        ax.legend(handles=handles, loc="upper left", handlelength=1.2, borderpad=0,
+                  labelspacing=0.3, fontsize=7.2)  # fmt: skip
+    every = sorted({p["n_q"] for line in lines.values() for p in line})
+    first, last = every[0], every[-1]
+    _log2_axis(axes[0][0].xaxis, [n for n in (1024, 8192, 65536, 524288) if first <= n <= last])
+    axes[0][0].set_ylim(top=axes[0][0].get_ylim()[1] * 300)
+    _bytes_axis(axes[0][0])
+    axes[0][0].set_ylabel("bytes loaded")
+    for ax, v in zip(axes[0], shown, strict=True):
+        ax.tick_params(labelleft=ax is axes[0][0])
+        _thresholds(ax, lines[v.method, v.causal, heads], record["l2_bytes"])
+    dot: Any = {"color": INK, "marker": "o", "linestyle": "", "markersize": 4}
+    handles = [
+        Line2D([], [], **dot, label="counted, measured"),
+        Line2D([], [], **dot, markerfacecolor=PAPER, label="predicted"),
+        Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="model of DRAM"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    p = lines[shown[0].method, shown[0].causal, heads][0]
+    caption = (
+        f"Bytes loaded at four levels by the same launches, {_heads(heads)}, {p['dtype']}, d = "
+        f"{p['d']}. Issued: what warps ask for, predicted, and counted where filled. The others: "
+        f"counters of {record['gpu']}, each kernel with empty caches. Numbers are fitted exponents "
+        f"in N; ± is half the 95 % interval. For FA2's DRAM: over one wave → over more. Dashed: "
+        f"the model. Vertical: N at which the row tiles of the heads fill one wave, and at which "
+        f"their K and V fill L2. Loads alone, for dirty lines may stay in L2."
+    )
+    name = "levels" if heads == 1 else f"levels_{heads}_heads"
+    return Drawing(name, f"Four levels, {_heads(heads)}", caption, figure)
+
+
+def _heads(heads: int) -> str:
+    return "one head" if heads == 1 else f"{heads} heads"
+
+
+def _points(
+    ax: Any,
+    x: Sequence[float],
+    y: Sequence[float],
+    filled: Sequence[bool],
+    look: Any,
+    markersize: float = 4,
+) -> None:
+    """Points, filled or hollow one by one."""
+    for face, kind in ((look["color"], True), (PAPER, False)):
+        chosen = [n for n, f in enumerate(filled) if f is kind]
+        ax.plot([x[n] for n in chosen], [y[n] for n in chosen], linestyle="", markersize=markersize,
+                markerfacecolor=face, markeredgewidth=0.9, **look)  # fmt: skip
+
+
+def _slopes(fits: Sequence[Record], level: str) -> str:
+    """``1.99 ± 0.01``; of DRAM, where both parts were measured, ``1.00 → 1.97``."""
+    found = {fit["part"]: fit for fit in fits if fit["level"] == level}
+    if {"one wave", "more waves"} <= set(found):
+        return " → ".join(_slope(found[part]) for part in ("one wave", "more waves"))
+    return _slope(found["all"]) if found else "one N"
+
+
+def _slope(fit: Record) -> str:
+    width = fit["half_width"]
+    return f"{fit['slope']:.2f}" if width is None else f"{fit['slope']:.2f} ± {width:.2f}"
+
+
+def _thresholds(ax: Any, line: Sequence[Record], l2_bytes: int) -> None:
+    """Lines where a level may bend: one wave of row tiles (FA2), K and V as large as L2."""
+    p = line[0]
+    marks = [(l2_bytes / (2 * p["d"] * DTYPE_BYTES[p["dtype"]] * p["heads"]), "K + V = L2")]
+    if p["method"] == "fa2":
+        marks.append((p["block_r"] * p["slots"]["fa2"] / p["heads"], "one wave"))
+    for N, text in marks:
+        if p["n_q"] <= N <= line[-1]["n_q"]:
+            ax.axvline(N, ymax=0.74, color=INK, linewidth=0.7, linestyle=(0, (1, 2)))
+            ax.annotate(text, (N, 0.74), xycoords=("data", "axes fraction"), rotation=90,
+                        xytext=(-2, 0), textcoords="offset points", ha="right", va="top",
+                        fontsize=6.8)  # fmt: skip
+
+
+def residuals(record: Record) -> Drawing | None:
+    """DRAM loads, measured over modelled, against N: all points, and near 1 those in the domain."""
+    lines = levels.series(record["points"])
+    if not lines:
+        return None
+    figure, axes = _figure(2, 3.4)
+    for ax, everything in zip(axes, (True, False), strict=True):
+        for (method, causal, heads), line in lines.items():
+            v = Variant(method, causal)
+            kept = [p for p in line if everything or p["in_domain"]]
+            look = {"color": colour(v), "marker": MARKERS[method] if heads == 1 else "D"}
+            _points(ax, [p["n_q"] for p in kept], [p["ratio"] for p in kept],
+                    [p["in_domain"] for p in kept], look)  # fmt: skip
+        ax.axhline(1, color=INK, linewidth=0.9)
+        ax.set(xscale="log", xlabel="N", ylabel="DRAM loads, measured / model")
+        _log2_axis(ax.xaxis, [1024, 8192, 65536, 524288])
+        ax.set_xlim(800, 700_000)
+    ratios = [p["ratio"] for line in lines.values() for p in line]
+    span = max(1.25, 1.15 * max(*ratios, *(1 / r for r in ratios if r)))
+    axes[0].set(yscale="log", ylim=(1 / span, span), title="All points")
+    axes[0].yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10]))
+    axes[0].yaxis.set_minor_locator(NullLocator())
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    off = max((abs(p["ratio"] - 1) for line in lines.values() for p in line if p["in_domain"]),
+              default=0)  # fmt: skip
+    axes[1].set(ylim=(1 - max(0.01, 1.2 * off), 1 + max(0.01, 1.2 * off)), title="In the domain")
+    handles = [
+        Line2D([], [], linestyle="", markersize=4, color=colour(Variant(m, c)),
+               marker=MARKERS[m] if heads == 1 else "D",
+               label=f"{Variant(m, c).label}, {_heads(heads)}")
+        for m, c, heads in lines
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    caption = (
+        f"Bytes loaded from DRAM, counted by {record['gpu']}, over those of the model, fp32, each "
+        f"kernel with empty caches. Filled: in the model's domain, where it does not depend on how "
+        f"much of L2 keeps what is read again. Hollow: outside, where it says little. Right: the "
+        f"filled ones, enlarged."
+    )
+    return Drawing("dram_residuals", "DRAM: measured over modelled", caption, figure)
+
+
+def block_sizes(record: Record) -> Drawing | None:
+    """The paper's Fig. 2: HBM accesses and time against the block size, for fa1 and fa2."""
+    rows = sorted(record["rows"], key=lambda row: row["block"])
+    shown = [m for m in ("fa1", "fa2") if any(row["method"] == m for row in rows)]
+    if not shown:
+        return None
+    figure, axes = _figure(len(shown), 3.3, squeeze=False)
+    quantities = (
+        ("issued", "issued", lambda row: row["issued"] / 1e9),
+        ("DRAM", "DRAM", lambda row: (row["dram_loads"] + row["dram_stores"]) / 1e9),
+    )
+    handles: list[Any] = []
+    for ax, method in zip(axes[0], shown, strict=True):
+        line = [row for row in rows if row["method"] == method]
+        blocks = [row["block"] for row in line]
+        time_axis = ax.twinx()
+        handles = [
+            *(
+                ax.plot(blocks, [of(row) for row in line], color=LEVEL_COLOURS[level], label=label,
+                        marker=LEVEL_MARKERS[level], markersize=4.5, linewidth=1.2)[0]
+                for level, label, of in quantities
+            ),
+            time_axis.plot(blocks, [row["milliseconds"] for row in line], color=INK, marker="D",
+                           markersize=4, linewidth=1.2, linestyle=DASHES, label="time")[0],
+        ]  # fmt: skip
+        time_axis.spines["right"].set_visible(True)
+        time_axis.grid(False)
+        ax.set(xscale="log", title=Variant(method).label, xlabel="block size $B_r = B_c$")
+        ax.set_ylabel("bytes loaded and stored, GB")
+        time_axis.set_ylabel("time, ms")
+        ax.set_ylim(bottom=0)
+        time_axis.set_ylim(bottom=0)
+        _log2_axis(ax.xaxis, blocks, lambda value: f"{value:.0f}")
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    r = rows[0]
+    caption = (
+        f"After Fig. 2 of Dao et al. (2022): batch {r['batch']}, {r['heads']} heads, N = "
+        f"{r['n']:,}, d = {r['d']}, here {r['dtype']}, forward, square tiles. Issued: what warps "
+        f"ask for, predicted. DRAM: counters of {record['gpu']}, each kernel with empty caches; "
+        f"stores that are still in L2 at a kernel's end are missing. Time: medians of "
+        f"{record['rounds']} bursts."
+    )
+    return Drawing("block_sizes", "HBM accesses and time by block size", caption, figure)
+
+
+def theorem_2(rows: Sequence[Record]) -> Drawing | None:
+    """Elements issued against N^2 d^2 / M, and their ratio against M."""
+    if not rows:
+        return None
+    figure, axes = _figure(2, 3.6)
+    handles = []
+    for method in ("fa1", "fa2"):
+        mine = [r for r in rows if r["method"] == method]
+        found = levels.order([r for r in mine if r["source"] == "predicted"])
+        if found is None:
+            continue
+        look: Any = {"color": COLOURS[method], "marker": MARKERS[method]}
+        for ax, x, y in (
+            (axes[0], [r["order"] for r in mine], [r["elements"] for r in mine]),
+            (axes[1], [r["M"] for r in mine], [r["elements"] / r["order"] for r in mine]),
+        ):
+            _points(ax, x, y, [r["source"] == "counted" for r in mine], look)
+        ends = [min(r["order"] for r in mine), max(r["order"] for r in mine)]
+        axes[0].plot(ends, [found.constant * x for x in ends], color=COLOURS[method], linewidth=1)
+        label = (
+            f"{Variant(method).label}: exponent {found.fit}, constant {found.constant:.1f} "
+            f"({found.lowest:.1f} to {found.highest:.1f})"
+        )
+        handles.append(Line2D([], [], **look, markersize=4, linewidth=1, label=label))
+    axes[0].set(xscale="log", yscale="log", title="Theorem 2", ylabel="elements issued")
+    axes[0].set_xlabel("N² d² / M")
+    for axis in (axes[0].xaxis, axes[0].yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes[1].set(xscale="log", title="What Θ hides", ylabel="elements issued × M / (N² d²)")
+    axes[1].set_xlabel("M, elements of the tiles of a block")
+    axes[1].set_ylim(bottom=0)
+    _log2_axis(axes[1].xaxis, [2048, 8192, 32768, 131072])
+    figure.legend(handles=handles, loc="outside lower center", ncols=1)
+    sizes = [sorted({r[name] for r in rows if r["source"] == "predicted"}) for name in ("n", "d")]
+    caption = (
+        f"Elements issued (level: issued) by FlashAttention over N = {length(sizes[0][0])} to "
+        f"{length(sizes[0][-1])}, d = {sizes[1][0]} to {sizes[1][-1]} and square tiles, one head, "
+        f"against the order of Theorem 2 of Dao et al. (2022). M: elements of the tiles Q_i, K_j, "
+        f"V_j, O_i and S_ij. Hollow: predicted, to which the lines and numbers are fitted. Filled: "
+        f"counted on a GPU, tiles of other shapes among them. The constant depends on the shape of "
+        f"the tiles; S_ij takes room and saves nothing, which holds the exponent below 1."
+    )
+    return Drawing("theorem_2", "Theorem 2", caption, figure)

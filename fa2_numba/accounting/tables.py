@@ -135,7 +135,8 @@ def visited_tiles(rows: Iterable[Traffic]) -> dict[int, float]:
     Only for N that B_r divides.
     """
     found = select(rows, array="K", op="load")
-    return {r.n_k: r.elements / (r.block_r * r.d) for r in found if r.n_k % r.block_r == 0}
+    known = [(r, r.elements) for r in found if r.elements is not None]
+    return {r.n_k: n / (r.block_r * r.d) for r, n in known if r.n_k % r.block_r == 0}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ Shared     Q_i (B_r x d, scaled), K_j, V_j (B_c x d), P~_ij (B_r x B_c).
 Registers  each thread: R_r x R_c of S_ij, R_r x R_d of P~_ij V_j.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from fa2_numba import hbm
+from fa2_numba import cache, hbm
+from fa2_numba.clock import phase_marks
 from fa2_numba.formats import FORMATS
 from fa2_numba.launch import Operands
 from fa2_numba.masking import EMPTY, FULL, tile_functions
@@ -33,8 +33,12 @@ from fa2_numba.tile import (
 )
 from fa2_numba.tiling import Tiling, ceil_div
 
+TILES = "QKVP"
+PHASES = ("load K_j, V_j", "load Q_i", "S = Q K^T", "softmax", "P V", "rescale O_i")
+LOAD_KV, LOAD_Q, SCORES, SOFTMAX, OUTPUT, RESCALE = range(len(PHASES))
 
-@functools.cache
+
+@cache.built
 def build_init(tiling: Tiling, d: int, dtype: str, width: int) -> Any:
     """Kernel ``init(O, l, m)``, line 2: O = 0, l = 0, m = -inf; `width` elements of O at once."""
     B_r, threads = tiling.B_r, tiling.threads
@@ -67,13 +71,14 @@ def build_init(tiling: Tiling, d: int, dtype: str, width: int) -> Any:
     return hbm.jit(init, "fa1_init", threads)
 
 
-@functools.cache
+@cache.built
 def build_loop(
     tiling: Tiling, d: int, dtype: str, rule: Any, change: Any, load_width: int, o_width: int
 ) -> tuple[Any, int]:
-    """Kernel ``loop(Q, K, V, O, l, m, scale, range_args, mask_args, score_args)``, lines 5 to 15.
+    """Kernel ``loop``, lines 5 to 15, and its shared bytes.
 
-    O, l and m are in the accumulation dtype; `o_width` elements of O move at once.
+    ``loop(Q, K, V, O, l, m, scale, range_args, mask_args, score_args, shared, clock)``; O, l and m
+    are in the accumulation dtype; `o_width` elements of O move at once.
     """
     B_r, B_c, n_r, n_c = tiling.B_r, tiling.B_c, tiling.n_r, tiling.n_c
     R_r, R_c, threads = tiling.R_r, tiling.R_c, tiling.threads
@@ -85,11 +90,13 @@ def build_loop(
 
     tiles, shared_bytes = tiling.shared_layout(d, dtype)
     Q_tile, K_tile, V_tile, P_tile = (
-        shared_tile(*tiles[n][:2], acc_type, tiles[n][2]) for n in "QKVP"
+        shared_tile(*tiles[n][:2], acc_type, tiles[n][2], row) for row, n in enumerate(TILES)
     )
+    begin, mark, finish = phase_marks(len(PHASES))
+    TICKS = len(PHASES) + 2
     d_4, d_V = -(-d // 4) * 4, tiles["V"][1]
-    load_Q = loader(B_r, d, load_width, threads, fmt)
-    load_KV = loader(B_c, d, load_width, threads, fmt)
+    load_Q = loader(B_r, d, load_width, threads, fmt, mark, LOAD_Q, LOAD_Q)
+    load_KV = loader(B_c, d, load_width, threads, fmt, mark, LOAD_KV, LOAD_KV)
     clear_Q = clear_columns(B_r, d, d_4, threads, fmt)
     clear_K = clear_columns(B_c, d, d_4, threads, fmt)
     clear_V = clear_columns(B_c, d, d_V, threads, fmt)
@@ -103,7 +110,7 @@ def build_loop(
     finish_scores = score_finisher(tiling, rule, change, fmt)
     load_O, store_O = hbm.vector_load(o_width), hbm.vector_store(o_width)
 
-    def loop(Q, K, V, O, l, m, scale, range_args, mask_args, score_args):
+    def loop(Q, K, V, O, l, m, scale, range_args, mask_args, score_args, shared, clock):
         H, N_q = Q.shape[1], Q.shape[2]
         H_k, N_k = K.shape[1], K.shape[2]
         T_r, T_c = (N_q + B_r - 1) // B_r, (N_k + B_c - 1) // B_c
@@ -112,7 +119,9 @@ def build_loop(
         tid = u32(cuda.threadIdx.x)
         ty, tx = tid // u32(n_c), tid % u32(n_c)
 
-        Q_i, K_j, V_j, P_ij = Q_tile(), K_tile(), V_tile(), P_tile()
+        ticks = cuda.local.array(TICKS, np.uint32)
+        begin(clock, ticks)
+        Q_i, K_j, V_j, P_ij = Q_tile(shared), K_tile(shared), V_tile(shared), P_tile(shared)
         S_ij = cuda.local.array((R_r, R_c), acc_type)
         acc = cuda.local.array((R_r, R_d), acc_type)
         o = cuda.local.array(R_d, acc_type)
@@ -134,11 +143,12 @@ def build_loop(
                 if kind == EMPTY:
                     continue
                 if not loaded:
-                    load_KV(K_j, K, b, h_k, j * B_c, N_k, 0, d, ONE, tid)  # line 6
-                    load_KV(V_j, V, b, h_k, j * B_c, N_k, 0, d, ONE, tid)
+                    load_KV(K_j, K, b, h_k, j * B_c, N_k, 0, d, ONE, tid, clock, ticks)  # line 6
+                    load_KV(V_j, V, b, h_k, j * B_c, N_k, 0, d, ONE, tid, clock, ticks)
                     loaded = True
-                load_Q(Q_i, Q, b, h, i * B_r, N_q, 0, d, scale, tid)  # line 8
+                load_Q(Q_i, Q, b, h, i * B_r, N_q, 0, d, scale, tid, clock, ticks)  # line 8
                 cuda.syncthreads()  # Q_i, K_j and V_j are complete
+                mark(clock, ticks, LOAD_Q)
 
                 for r in range(R_r):
                     for c in range(R_c):
@@ -151,6 +161,7 @@ def build_loop(
                 nonfinite = np.int32(0)
                 if kind != FULL:
                     nonfinite = find_nonfinite(V_j, tid)
+                mark(clock, ticks, SCORES)
 
                 for r in range(R_r):  # line 10: m~_ij, P~_ij, l~_ij of this tile alone
                     m_here = S_ij[r, 0]
@@ -168,10 +179,13 @@ def build_loop(
                     for k in range(R_d):
                         acc[r, k] = ZERO
                 # P~_ij is complete; the barrier also tells whether V_j holds NaN or inf
-                if cuda.syncthreads_or(nonfinite):
+                nonfinite = cuda.syncthreads_or(nonfinite)
+                mark(clock, ticks, SOFTMAX)
+                if nonfinite:
                     accumulate_masked(acc, P_ij, V_j, ty, tx)
                 else:
                     accumulate(acc, P_ij, V_j, ty, tx)
+                mark(clock, ticks, OUTPUT)
 
                 for r in range(R_r):
                     row = row_0 + r * n_r
@@ -202,11 +216,13 @@ def build_loop(
                             l[b, h, row] = l_new
                             m[b, h, row] = m_new
                 cuda.syncthreads()  # all have read Q_i and P~_ij (and V_j): they may be replaced
+                mark(clock, ticks, RESCALE)
+        finish(clock, ticks)
 
     return hbm.jit(loop, "fa1_loop", threads), shared_bytes
 
 
-@functools.cache
+@cache.built
 def build_finish(tiling: Tiling, d: int, dtype: str, rounds: bool, width: int) -> Any:
     """Kernel ``finish(O_acc, l, m, O, L)``: L = m + log l and, if `rounds`, O in its own dtype."""
     B_r, threads = tiling.B_r, tiling.threads
@@ -267,9 +283,10 @@ def launch(problem: Problem, A: Operands) -> None:
     loop, shared_bytes = build_loop(
         t, p.d, p.dtype, p.mask.rule, p.score.change, p.load_width, p.o_acc_width
     )
+    blocks = p.H * p.B if p.N_q and p.N_k else 0
     A.run(
         loop,
-        p.H * p.B if p.N_q and p.N_k else 0,
+        blocks,
         t.threads,
         shared_bytes,
         A.array("Q", "load Q_i"),
@@ -282,6 +299,8 @@ def launch(problem: Problem, A: Operands) -> None:
         A.mask_args("tile range"),
         A.mask_args("mask"),
         A.score_args("load slopes"),
+        A.shared("fa1_loop", TILES),
+        A.clock("fa1_loop", PHASES, blocks, t.threads),
     )
     A.run(
         build_finish(t, p.d, p.dtype, p.rounds, p.o_row_width),

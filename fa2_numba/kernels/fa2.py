@@ -7,13 +7,13 @@ Shared     Q_i (B_r x d, scaled), K_j, V_j (B_c x d); P_ij (B_r x B_c) where K_j
 Registers  each thread: R_r x R_c of S_ij, R_r x R_d of O_i (acc), m_i and l_i of its R_r rows.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from fa2_numba import hbm
+from fa2_numba import cache, hbm
+from fa2_numba.clock import phase_marks
 from fa2_numba.formats import FORMATS
 from fa2_numba.launch import Operands
 from fa2_numba.masking import EMPTY, FULL, tile_functions
@@ -31,8 +31,12 @@ from fa2_numba.tile import (
 )
 from fa2_numba.tiling import Tiling
 
+TILES = "QKVP"
+PHASES = ("load Q_i", "issue K_j, V_j", "land K_j, V_j", "S = Q K^T", "softmax", "P V", "epilogue")
+LOAD_Q, ISSUE, LAND, SCORES, SOFTMAX, OUTPUT, EPILOGUE = range(len(PHASES))
 
-@functools.cache
+
+@cache.built
 def build(
     tiling: Tiling, d: int, dtype: str, rule: Any, change: Any, load_width: int, store_width: int
 ) -> tuple[Any, int]:
@@ -55,7 +59,7 @@ def build(
     Returns
     -------
     kernel : dispatcher
-        ``fa2(Q, K, V, O, L, scale, range_args, mask_args, score_args)``.
+        ``fa2(Q, K, V, O, L, scale, range_args, mask_args, score_args, shared, clock)``.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -69,11 +73,13 @@ def build(
 
     tiles, shared_bytes = tiling.shared_layout(d, dtype, P_replaces_K=True)
     Q_tile, K_tile, V_tile, P_tile = (
-        shared_tile(*tiles[n][:2], acc_type, tiles[n][2]) for n in "QKVP"
+        shared_tile(*tiles[n][:2], acc_type, tiles[n][2], row) for row, n in enumerate(TILES)
     )
+    begin, mark, finish = phase_marks(len(PHASES))
+    TICKS = len(PHASES) + 2
     d_4, d_V = -(-d // 4) * 4, tiles["V"][1]
-    load_Q = loader(B_r, d, load_width, threads, fmt)
-    load_KV = loader(B_c, d, load_width, threads, fmt)
+    load_Q = loader(B_r, d, load_width, threads, fmt, mark, LOAD_Q, LOAD_Q)
+    load_KV = loader(B_c, d, load_width, threads, fmt, mark, ISSUE, LAND)
     clear_Q = clear_columns(B_r, d, d_4, threads, fmt)
     clear_K = clear_columns(B_c, d, d_4, threads, fmt)
     clear_V = clear_columns(B_c, d, d_V, threads, fmt)
@@ -88,7 +94,7 @@ def build(
     finish_scores = score_finisher(tiling, rule, change, fmt)
     store_O = hbm.vector_store(store_width)
 
-    def fa2(Q, K, V, O, L, scale, range_args, mask_args, score_args):
+    def fa2(Q, K, V, O, L, scale, range_args, mask_args, score_args, shared, clock):
         H, N_q = Q.shape[1], Q.shape[2]
         H_k, N_k = K.shape[1], K.shape[2]
         T_r = (N_q + B_r - 1) // B_r
@@ -101,7 +107,9 @@ def build(
         ty, tx = tid // u32(n_c), tid % u32(n_c)
         row_0 = i * B_r + np.int64(ty)  # this thread's rows are row_0 + r*n_r
 
-        Q_i, K_j, V_j, P_ij = Q_tile(), K_tile(), V_tile(), P_tile()
+        ticks = cuda.local.array(TICKS, np.uint32)
+        begin(clock, ticks)
+        Q_i, K_j, V_j, P_ij = Q_tile(shared), K_tile(shared), V_tile(shared), P_tile(shared)
         S_ij = cuda.local.array((R_r, R_c), acc_type)
         acc = cuda.local.array((R_r, R_d), acc_type)
         m_i = cuda.local.array(R_r, acc_type)
@@ -111,7 +119,7 @@ def build(
         j_begin, j_end, lo_last, hi_first = tile_range(range_args, b, h, i, N_q, N_k)
         clear_Q(Q_i, tid)
         clear_V(V_j, tid)
-        load_Q(Q_i, Q, b, h, i * B_r, N_q, 0, d, scale, tid)  # line 4
+        load_Q(Q_i, Q, b, h, i * B_r, N_q, 0, d, scale, tid, clock, ticks)  # line 4
         for r in range(R_r):  # line 5
             m_i[r] = NEG_INF
             l_i[r] = ZERO
@@ -122,10 +130,11 @@ def build(
             kind = tile_kind(mask_args, b, h, i, j, lo_last, hi_first, N_q, N_k)
             if kind == EMPTY:
                 continue
-            load_KV(K_j, K, b, h_k, j * B_c, N_k, 0, d, ONE, tid)  # line 7
-            load_KV(V_j, V, b, h_k, j * B_c, N_k, 0, d, ONE, tid)
+            load_KV(K_j, K, b, h_k, j * B_c, N_k, 0, d, ONE, tid, clock, ticks)  # line 7
+            load_KV(V_j, V, b, h_k, j * B_c, N_k, 0, d, ONE, tid, clock, ticks)
             clear_K(K_j, tid)  # its padding again: P_ij was there
             cuda.syncthreads()  # Q_i, K_j and V_j are complete
+            mark(clock, ticks, LAND)
 
             for r in range(R_r):
                 for c in range(R_c):
@@ -139,16 +148,20 @@ def build(
                 nonfinite = find_nonfinite(V_j, tid)
 
             cuda.syncthreads()  # all have read K_j: P_ij may take its place
+            mark(clock, ticks, SCORES)
             softmax_step(S_ij, m_i, l_i, acc)  # lines 9 and 10, S_ij becomes P~_ij
             for r in range(R_r):
                 for c in range(R_c):
                     P_ij[ty + u32(r * n_r), tx + u32(c * n_c)] = S_ij[r, c]
             # P_ij is complete; the barrier also tells whether any thread found NaN or inf in V_j
-            if cuda.syncthreads_or(nonfinite):
+            nonfinite = cuda.syncthreads_or(nonfinite)
+            mark(clock, ticks, SOFTMAX)
+            if nonfinite:
                 accumulate_masked(acc, P_ij, V_j, ty, tx)
             else:
                 accumulate(acc, P_ij, V_j, ty, tx)  # line 10: O_i += P~_ij V_j
             cuda.syncthreads()  # all have read K_j, V_j and P_ij: the next tile may replace them
+            mark(clock, ticks, OUTPUT)
 
         out = cuda.local.array(R_d, storage)
         for r in range(R_r):
@@ -165,6 +178,8 @@ def build(
                             store_O(O, (b, h, row, col + c), out, g * C + c)  # line 14
                 if tx == 0:
                     L[b, h, row] = m_i[r] + log(l) if l != ZERO else NEG_INF  # lines 13, 15
+        mark(clock, ticks, EPILOGUE)
+        finish(clock, ticks)
 
     return hbm.jit(fa2, "fa2", threads), shared_bytes
 
@@ -175,9 +190,10 @@ def launch(problem: Problem, A: Operands) -> None:
     kernel, shared_bytes = build(
         p.tiling, p.d, p.dtype, p.mask.rule, p.score.change, p.load_width, p.store_width
     )
+    blocks = p.tiling.T_r(p.N_q) * p.H * p.B
     A.run(
         kernel,
-        p.tiling.T_r(p.N_q) * p.H * p.B,
+        blocks,
         p.tiling.threads,
         shared_bytes,
         A.array("Q", "load Q_i"),
@@ -189,4 +205,6 @@ def launch(problem: Problem, A: Operands) -> None:
         A.mask_args("tile range"),
         A.mask_args("mask"),
         A.score_args("load slopes"),
+        A.shared("fa2", TILES),
+        A.clock("fa2", PHASES, blocks, p.tiling.threads),
     )

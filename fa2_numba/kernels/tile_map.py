@@ -7,20 +7,19 @@ The attention kernels read the map to skip empty tiles and to mask only partial 
 made once a call, for the mask's own batch and head sizes: a mask that broadcasts is read once.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from fa2_numba import hbm
+from fa2_numba import cache, hbm
 from fa2_numba.launch import Operands
 from fa2_numba.masking import EMPTY, FULL, PARTIAL, BooleanArray
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling, ceil_div
 
 
-@functools.cache
+@cache.built
 def build(tiling: Tiling) -> Any:
     """Kernel ``tile_map(mask, kinds)``: mask (B', H', N_q, N_k), kinds (B', H', T_r, T_c)."""
     B_r, B_c, threads = tiling.B_r, tiling.B_c, tiling.threads

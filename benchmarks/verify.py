@@ -1,0 +1,153 @@
+"""Counted numbers against the hardware's counters, over a grid of problems.
+
+``python -m benchmarks.verify`` writes ``benchmarks/results/<gpu>/verify.json``: for every launch of
+every case, what the counted kernel counted, and what the GPU's counters read while the plain kernel
+ran under ncu. Exits with 1 if any two numbers differ, with 2 if the counters cannot be read.
+
+The grid has few kernels and many shapes, because a kernel takes seconds to compile. Worker
+processes compile: each takes a kernel's cases, counts them, and runs their plain kernels too, which
+puts them into the kernel cache for the process that ncu profiles.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks.environment import environment, results_folder
+from fa2_numba.accounting import hardware, verify
+from fa2_numba.accounting.hardware import Case
+from fa2_numba.accounting.verify import CountedLaunch
+
+# batch, heads, heads_kv, N_q, N_k: whole and ragged tiles, N_q below and above N_k, grouped heads.
+SHAPES = (
+    (1, 2, 2, 512, 512),
+    (1, 4, 4, 1024, 1024),
+    (2, 4, 2, 333, 333),
+    (1, 8, 1, 1000, 517),
+    (2, 2, 1, 257, 1023),
+    (1, 3, 3, 1, 2048),
+    (1, 4, 2, 129, 77),
+)
+# Method, dtype, d and the mask decide what is compiled. d = 33 admits no 16-byte access.
+KERNELS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("fa2", "fp32", 64, {}),
+    ("fa2", "fp32", 64, {"causal": True}),
+    ("fa2", "fp32", 64, {"window": (100, 20)}),
+    ("fa2", "fp32", 64, {"mask": "boolean"}),
+    ("fa2", "fp32", 128, {"causal": "skip"}),
+    ("fa2", "fp32", 33, {"causal": True}),
+    ("fa2", "fp64", 48, {"causal": True}),
+    ("fa2", "fp16", 64, {"causal": True}),
+    ("fa2", "fp16", 64, {"mask": "documents"}),
+    ("fa2", "bf16", 128, {}),
+    ("fa2", "bf16", 48, {"mask": "alibi"}),
+    ("fa2", "bf16", 64, {"mask": "softcap"}),
+    ("fa1", "fp32", 64, {}),
+    ("fa1", "fp16", 64, {"causal": True}),
+    ("standard", "fp32", 64, {"causal": True}),
+    ("standard", "bf16", 33, {}),
+)
+
+
+def grid() -> list[list[Case]]:
+    """The cases, those of one kernel together."""
+    return [
+        [Case(method, dtype, *shape, d, **options) for shape in SHAPES]
+        for method, dtype, d, options in KERNELS
+    ]
+
+
+def count(cases: Sequence[Case]) -> list[CountedLaunch]:
+    """Count the cases of one kernel, and run them plain, so that both are compiled and cached."""
+    from fa2_numba.accounting.launches import launch
+
+    for case in cases:
+        launch(case)
+    return verify.count(cases)
+
+
+def count_all(groups: Sequence[Sequence[Case]], workers: int) -> list[CountedLaunch]:
+    """Count all groups in worker processes; cases are numbered through."""
+    found: list[CountedLaunch] = []
+    first = 0
+    # Spawned, not forked: a CUDA context does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for cases, launches in zip(groups, pool.map(count, groups), strict=True):
+            found += [replace(launch, case=first + launch.case) for launch in launches]
+            first += len(cases)
+            about = f"{cases[0].method} {cases[0].dtype} d = {cases[0].d}"
+            print(f"counted {about}: {len(launches)} launches", flush=True)
+    return found
+
+
+def main() -> int:
+    """Count, profile, compare, write the JSON."""
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verify", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--ncu", metavar="PATH", help="Nsight Compute's ncu (default: searched)")
+    parser.add_argument(
+        "--workers", type=int, default=workers, help=f"processes that compile (default {workers})"
+    )
+    options = parser.parse_args()
+    os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # small grids are meant here
+    groups = grid()
+    cases = [case for group in groups for case in group]
+    started = time.perf_counter()
+    try:
+        hardware.require_gpu()
+        ncu = hardware.find_ncu(options.ncu)
+        counted = count_all(groups, options.workers)
+        counting = time.perf_counter() - started
+        found = verify.verify(cases, ncu=ncu, counted=counted)
+    except hardware.HardwareError as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 2
+    for line in verify.summary(found):
+        print(line)
+    about = environment()
+    record = {
+        **about,
+        "ncu": hardware.version(ncu),
+        "metrics": {f"{c.quantity} ({c.op})": c.metric for c in found.counters},
+        "not_compared": [f"{c.quantity} ({c.op})" for c in found.unread],
+        "launches": found.launches,
+        "numbers": len(found.rows),
+        "differences": len(found.differing),
+        "seconds": {
+            "counting": round(counting, 1),
+            "all": round(time.perf_counter() - started, 1),
+        },
+    }
+    path = results_folder(about["gpu"]) / "verify.json"
+    path.write_text(as_text(record, cases, found))
+    print(f"written: {path}")
+    return 1 if found.differing else 0
+
+
+def as_text(record: dict[str, Any], cases: Sequence[Case], found: verify.Verification) -> str:
+    """The record as JSON, a case and a row to a line; a row names its case by number."""
+    columns = ("case", "launch", "kernel", "quantity", "op", "counted", "hardware", "difference")
+    rows = [row.as_dict() for row in found.rows]
+    tables = {
+        "cases": [asdict(case) for case in cases],
+        "rows": [{name: row[name] for name in columns} for row in rows],
+    }
+    text = json.dumps({**record, "cases": [], "rows": []}, indent=1)
+    for name, lines in tables.items():
+        joined = ",\n  ".join(map(json.dumps, lines))
+        text = text.replace(f'"{name}": []', f'"{name}": [\n  {joined}\n ]')
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Launches one by one: who launched what, and the process that ncu profiles.
+
+``python -m fa2_numba.accounting.launches CASES.json LOG.json`` runs the plain kernels of each case
+exactly once, in order and without a warm-up, and writes for each case the names of its kernels.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fa2_numba import api, simulator
+from fa2_numba.accounting.hardware import Case
+from fa2_numba.launch import Operands
+
+
+@contextlib.contextmanager
+def watched(after: Callable[[Operands, str], None]) -> Iterator[None]:
+    """Inside the block, call `after` behind each launch: with its operands, its kernel's name."""
+    run = Operands.run
+
+    def watch(
+        self: Operands, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any
+    ) -> None:
+        run(self, kernel, blocks, threads, shared_bytes, *args)
+        if blocks:  # else nothing was launched
+            after(self, kernel.__name__)
+
+    Operands.run = watch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Operands.run = run  # type: ignore[method-assign]
+
+
+def launch(case: Case) -> list[str]:
+    """Run the plain kernels of a case; their names, in the order of their launch."""
+    names: list[str] = []
+    with watched(lambda operands, name: names.append(name)):
+        api.attention(*case.arrays(), **case.options())
+    return names
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the cases in the file ``argv[0]``, write the file ``argv[1]``."""
+    cases, log = map(Path, argv)
+    launched = [launch(Case.from_json(fields)) for fields in json.loads(cases.read_text())]
+    if not simulator.ACTIVE:
+        from numba import cuda
+
+        cuda.synchronize()  # a kernel that failed says so here
+    log.write_text(json.dumps(launched))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,347 @@
+"""Counted numbers against the hardware's, for each kernel launch.
+
+The counted kernels say what the warps ask for. The plain kernels, launched once more under ncu, are
+read by the GPU's own counters. Both must be the same integers; nothing is rounded or scaled.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fa2_numba.accounting import hardware
+from fa2_numba.accounting.hardware import COUNTERS, Case, Counter, HardwareError, NotPermitted
+from fa2_numba.traffic import Traffic
+
+# What a counter's quantity is in a traffic row. An instruction of a warp is one request.
+COUNTED = {
+    "bytes": "bytes",
+    "instructions": "requests",
+    "requests": "requests",
+    "sectors": "sectors",
+}
+COLUMNS = "method, dtype, batch, heads, heads_kv, n_q, n_k, d, causal, mask, block_r, block_c"
+ISSUED = ("load", "store")  # of all accesses that the hardware tells apart, those that kernels make
+
+
+@dataclass(frozen=True)
+class CountedLaunch:
+    """What one launch of a counted kernel moved.
+
+    Attributes
+    ----------
+    case : int
+        Index of the case.
+    problem : dict
+        Its columns, as in the traffic table.
+    kernel : str
+        Its name.
+    totals : dict
+        (quantity, op) to the sum over arrays and phases.
+    """
+
+    case: int
+    problem: dict[str, Any]
+    kernel: str
+    totals: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of one launch, counted and read.
+
+    Attributes
+    ----------
+    case, problem, kernel
+        As in `CountedLaunch`.
+    launch : int
+        Place of the launch among all.
+    quantity, op : str
+        As in `hardware.Counter`.
+    counted : int
+        By the counted kernel; 0 for accesses that no plain kernel makes.
+    hardware : int or float
+        By the GPU, while the plain kernel ran.
+    """
+
+    case: int
+    launch: int
+    problem: dict[str, Any]
+    kernel: str
+    quantity: str
+    op: str
+    counted: int
+    hardware: int | float
+
+    @property
+    def difference(self) -> int | float:
+        """What the hardware saw beyond the count."""
+        return self.hardware - self.counted
+
+    def as_dict(self) -> dict[str, Any]:
+        """Column to value."""
+        return {
+            "case": self.case,
+            "launch": self.launch,
+            **self.problem,
+            "kernel": self.kernel,
+            "quantity": self.quantity,
+            "op": self.op,
+            "counted": self.counted,
+            "hardware": self.hardware,
+            "difference": self.difference,
+        }
+
+    def __str__(self) -> str:
+        p = self.problem
+        return (
+            f"{p['method']}, {p['dtype']}, {p['mask']}, {sizes(p)}, {self.kernel}: "
+            f"{self.quantity} ({self.op}) counted {self.counted:,}, hardware {self.hardware:,}"
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    rows : list of Row
+        Each launch and counter.
+    counters : list of Counter
+        What was read.
+    unread : list of Counter
+        What could not be compared, for want of permission.
+    refusal : str
+        Why not, empty if everything could.
+    """
+
+    rows: list[Row]
+    counters: list[Counter]
+    unread: list[Counter] = field(default_factory=list)
+    refusal: str = ""
+
+    @property
+    def launches(self) -> int:
+        """How many launches were compared."""
+        return len({row.launch for row in self.rows})
+
+    @property
+    def differing(self) -> list[Row]:
+        """The rows whose numbers are not the same."""
+        return [row for row in self.rows if row.difference]
+
+
+def count(cases: Sequence[Case]) -> list[CountedLaunch]:
+    """Run the counted kernels of each case, in this process."""
+    return [launch for n, case in enumerate(cases) for launch in _launches(n, case)]
+
+
+def _launches(n: int, case: Case) -> list[CountedLaunch]:
+    from fa2_numba import api  # needs Numba
+    from fa2_numba.accounting.launches import watched
+
+    launches: list[CountedLaunch] = []
+    before = totals([])
+
+    def after(operands: Any, kernel: str) -> None:
+        nonlocal before
+        sums = totals(operands.rows())  # of the call so far
+        columns = operands.problem.columns()
+        problem = {name: columns[name] for name in COLUMNS.split(", ")}
+        launches.append(
+            CountedLaunch(n, problem, kernel, {key: sums[key] - before[key] for key in sums})
+        )
+        before = sums
+
+    with watched(after):
+        api.measure(*case.arrays(), **case.options())
+    return launches
+
+
+def totals(rows: Iterable[Traffic]) -> dict[tuple[str, str], int]:
+    """Sums over arrays and phases, by (quantity, op)."""
+    rows = list(rows)
+    return {
+        (quantity, op): sum(getattr(row, column) for row in rows if row.op == op)
+        for quantity, column in COUNTED.items()
+        for op in ISSUED
+    }
+
+
+def verify(
+    cases: Sequence[Case], *, ncu: str | None = None, counted: Sequence[CountedLaunch] | None = None
+) -> Verification:
+    """Compare each launch of the cases with the hardware's counters.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        What to run.
+    ncu : str, optional
+        Path of ncu.
+    counted : sequence of CountedLaunch, optional
+        What `count` returns for these cases; default: it is called.
+
+    Returns
+    -------
+    Verification
+        Where hardware counters are not permitted, what ncu can tell by patching the kernels'
+        instructions, which needs no permission.
+
+    Raises
+    ------
+    HardwareError
+        Nothing could be compared, or only a part of it for another reason than permission.
+    """
+    counted = count(cases) if counted is None else counted
+    if not counted:
+        raise HardwareError("launches: none in these cases, so there is nothing to compare")
+    try:
+        return Verification(*_compared(cases, COUNTERS, ncu, counted))
+    except NotPermitted as refused:
+        patched = [replace(c, metric=c.patched, optional=True) for c in COUNTERS if c.patched]
+        try:
+            rows, counters = _compared(cases, patched, ncu, counted)
+        except HardwareError:
+            raise refused from None
+        if not rows:
+            raise refused from None
+        known = {(c.quantity, c.op) for c in counters}
+        unread = [c for c in COUNTERS if (c.quantity, c.op) not in known and not c.optional]
+        return Verification(rows, counters, unread, str(refused))
+
+
+def _compared(
+    cases: Sequence[Case],
+    counters: Sequence[Counter],
+    ncu: str | None,
+    counted: Sequence[CountedLaunch],
+) -> tuple[list[Row], list[Counter]]:
+    """The rows, and those of the counters that this GPU has."""
+    optional = {c.metric for c in counters if c.optional}
+    read = hardware.profile(cases, [c.metric for c in counters], ncu=ncu, optional=optional)
+    here = [c for c in counters if any(c.metric in reading for reading in read)]
+    return compare(counted, read, here), here
+
+
+def compare(
+    counted: Sequence[CountedLaunch], read: Sequence[hardware.Reading], counters: Sequence[Counter]
+) -> list[Row]:
+    """The rows of each launch, one for each of `counters`.
+
+    Raises
+    ------
+    HardwareError
+        The launches of counted and plain kernels are not, one by one, the same, or a counter was
+        not read for one of them.
+    """
+    for launch, reading in zip(counted, read, strict=False):
+        if (launch.case, launch.kernel) != (reading["case"], reading["kernel"]):
+            raise HardwareError(
+                f"launches: counted {launch.kernel} in case {launch.case}, where the plain run "
+                f"launched {reading['kernel']} in case {reading['case']}"
+            )
+    if len(counted) != len(read):
+        raise HardwareError(f"launches: counted {len(counted)}, profiled {len(read)}")
+    for n, reading in enumerate(read):
+        for counter in counters:
+            if counter.metric not in reading:
+                raise HardwareError(f"ncu: {counter.metric} is missing in launch {n}")
+    return [
+        Row(
+            launch.case,
+            n,
+            launch.problem,
+            launch.kernel,
+            counter.quantity,
+            counter.op,
+            launch.totals[counter.quantity, counter.op] if counter.op in ISSUED else 0,
+            reading[counter.metric],
+        )
+        for n, (launch, reading) in enumerate(zip(counted, read, strict=True))
+        for counter in counters
+    ]
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def grid(methods: Sequence[str]) -> list[Case]:
+    """A dozen quick cases of all methods, dtypes and kinds of masks, those of `methods`."""
+    square, ragged = (1, 4, 4, 512, 512, 64), (2, 4, 2, 333, 517, 64)
+    cases = [
+        Case("fa2", "fp32", *square),
+        Case("fa2", "fp32", *ragged),
+        Case("fa2", "fp32", *square, causal=True),
+        Case("fa2", "fp32", *ragged, causal=True),
+        Case("fa2", "fp32", *ragged, mask="boolean"),
+        Case("fa2", "fp32", 1, 2, 2, 300, 300, 33, window=(64, 0)),
+        Case("fa2", "fp64", 1, 2, 2, 200, 300, 48),
+        Case("fa2", "fp16", *ragged, causal=True),
+        Case("fa2", "bf16", *ragged, mask="documents"),
+        Case("fa1", "fp32", *square, causal=True),
+        Case("fa1", "fp32", *ragged, causal=True),
+        Case("standard", "fp32", *square, causal=True),
+        Case("standard", "fp32", *ragged, causal=True),
+    ]
+    return [case for case in cases if case.method in methods]
+
+
+def sizes(problem: dict[str, Any]) -> str:
+    """``2 × 4/2 × 333 × 517, d 64``: batch, heads over key/value heads, N_q, N_k."""
+    p = problem
+    heads = f"{p['heads']}" if p["heads"] == p["heads_kv"] else f"{p['heads']}/{p['heads_kv']}"
+    return f"{p['batch']} × {heads} × {p['n_q']} × {p['n_k']}, d {p['d']}"
+
+
+def table(found: Verification) -> Table:
+    """One line for each launch: what the hardware counted, and how many numbers differ."""
+    title = "Global memory by the hardware's counters, launch by launch"
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    for name in ("method", "dtype", "mask", "B × H × N_q × N_k", "kernel"):
+        table.add_column(name, overflow="fold")
+    shown = [(quantity, op) for quantity in ("bytes", "requests", "sectors") for op in ISSUED]
+    for quantity, op in shown:
+        table.add_column(f"{quantity}\n{op}", justify="right")
+    table.add_column("differ", justify="right")
+    for _, group in groupby(found.rows, lambda row: row.launch):
+        rows = list(group)
+        p, read = rows[0].problem, {(row.quantity, row.op): row.hardware for row in rows}
+        differ = sum(bool(row.difference) for row in rows)
+        table.add_row(
+            p["method"],
+            p["dtype"],
+            p["mask"],
+            sizes(p),
+            rows[0].kernel,
+            *(f"{read[key]:,}" if key in read else "" for key in shown),
+            Text(f"{differ} of {len(rows)}", style="red" if differ else "green"),
+        )
+    return table
+
+
+def summary(found: Verification) -> list[str]:
+    """What was found, in sentences: every number that differs, and what was not compared."""
+    equal = len(found.rows) - len(found.differing)
+    lines = [f"differs: {row}" for row in found.differing]
+    if found.unread:
+        lines += [
+            found.refusal,
+            "Compared, by patched instructions: " + _listed(found.counters),
+            "Not compared: " + _listed(found.unread),
+        ]
+    lines.append(
+        f"{equal:,} of {len(found.rows):,} counted numbers equal the hardware's, in "
+        f"{found.launches:,} launches."
+    )
+    return lines
+
+
+def _listed(counters: Iterable[Counter]) -> str:
+    return ", ".join(f"{c.quantity} ({c.op})" for c in counters)
