@@ -56,35 +56,65 @@ KERNELS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )
 
 
-def grid() -> list[list[Case]]:
+# Those whose shared memory is compared as well, at the first shapes.
+ON_CHIP: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("fa2", "fp32", 64, {}),
+    ("fa2", "fp32", 64, {"causal": True}),
+    ("fa2", "fp32", 128, {"causal": "skip"}),
+    ("fa2", "fp32", 33, {"causal": True}),
+    ("fa2", "fp64", 48, {"causal": True}),
+    ("fa2", "fp16", 64, {"causal": True}),
+    ("fa1", "fp32", 64, {}),
+    ("standard", "fp32", 64, {"causal": True}),
+)
+ON_CHIP_SHAPES = (SHAPES[0], SHAPES[2], SHAPES[6])
+
+
+def grid(kernels: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[list[Case]]:
     """The cases, those of one kernel together."""
     return [
-        [Case(method, dtype, *shape, d, **options) for shape in SHAPES]
-        for method, dtype, d, options in KERNELS
+        [Case(method, dtype, *shape, d, **options) for shape in shapes]
+        for method, dtype, d, options in kernels
     ]
 
 
-def count(cases: Sequence[Case]) -> list[CountedLaunch]:
+def grids() -> tuple[list[list[Case]], list[list[Case]]]:
+    """All groups: those whose global memory is compared, those with shared memory besides."""
+    return grid(KERNELS, SHAPES), grid(ON_CHIP, ON_CHIP_SHAPES)
+
+
+def count(cases: Sequence[Case], on_chip: bool) -> list[CountedLaunch]:
     """Count the cases of one kernel, and run them plain, so that both are compiled and cached."""
     from fa2_numba.accounting.launches import launch
 
     for case in cases:
         launch(case)
-    return verify.count(cases)
+    return verify.count(cases, on_chip)
 
 
-def count_all(groups: Sequence[Sequence[Case]], workers: int) -> list[CountedLaunch]:
-    """Count all groups in worker processes; cases are numbered through."""
-    found: list[CountedLaunch] = []
-    first = 0
+def count_all(groups: Sequence[list[Case]], on_chip: Sequence[bool], workers: int) -> list[Any]:
+    """What each group's launches counted, by worker processes."""
     # Spawned, not forked: a CUDA context does not survive a fork.
     context = multiprocessing.get_context("spawn")
+    found = []
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for cases, launches in zip(groups, pool.map(count, groups), strict=True):
-            found += [replace(launch, case=first + launch.case) for launch in launches]
-            first += len(cases)
+        # The longest to compile first.
+        order = sorted(range(len(groups)), key=lambda n: not on_chip[n])
+        waiting = {n: pool.submit(count, groups[n], on_chip[n]) for n in order}
+        for n, cases in enumerate(groups):
+            found.append(waiting[n].result())
             about = f"{cases[0].method} {cases[0].dtype} d = {cases[0].d}"
-            print(f"counted {about}: {len(launches)} launches", flush=True)
+            print(f"counted {about}: {len(found[-1])} launches", flush=True)
+    return found
+
+
+def joined(groups: Sequence[list[CountedLaunch]], cases: Sequence[list[Case]]) -> list[Any]:
+    """The launches of all groups, their cases numbered through."""
+    found: list[CountedLaunch] = []
+    first = 0
+    for launches, of in zip(groups, cases, strict=True):
+        found += [replace(launch, case=first + launch.case) for launch in launches]
+        first += len(of)
     return found
 
 
@@ -100,52 +130,73 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # small grids are meant here
-    groups = grid()
-    cases = [case for group in groups for case in group]
+    plain, deep = grids()
     started = time.perf_counter()
     try:
         hardware.require_gpu()
         ncu = hardware.find_ncu(options.ncu)
-        counted = count_all(groups, options.workers)
+        flags = [False] * len(plain) + [True] * len(deep)
+        counted = count_all([*plain, *deep], flags, options.workers)
         counting = time.perf_counter() - started
-        found = verify.verify(cases, ncu=ncu, counted=counted)
+        found = []
+        for groups, launches, on_chip in (
+            (plain, counted[: len(plain)], False),
+            (deep, counted[len(plain) :], True),
+        ):
+            cases = [case for group in groups for case in group]
+            all_launches = joined(launches, groups)
+            found.append(
+                (cases, verify.verify(cases, ncu=ncu, counted=all_launches, on_chip=on_chip))
+            )
     except hardware.HardwareError as error:
         print(f"verify: {error}", file=sys.stderr)
         return 2
-    for line in verify.summary(found):
-        print(line)
+    for _, part in found:
+        for line in verify.summary(part):
+            print(line)
     about = environment()
+    exact = [row for _, part in found for row in part.rows if row.exact]
+    differing = sum(len(part.differing) for _, part in found)
     record = {
         **about,
         "ncu": hardware.version(ncu),
-        "metrics": {f"{c.quantity} ({c.op})": c.metric for c in found.counters},
-        "not_compared": [f"{c.quantity} ({c.op})" for c in found.unread],
-        "launches": found.launches,
-        "numbers": len(found.rows),
-        "differences": len(found.differing),
+        "metrics": {f"{c.quantity} ({c.op})": c.metric for c in found[-1][1].counters},
+        "not_compared": [f"{c.quantity} ({c.op})" for _, part in found for c in part.unread],
+        "launches": sum(part.launches for _, part in found),
+        "numbers": len(exact),
+        "differences": differing,
         "seconds": {
             "counting": round(counting, 1),
             "all": round(time.perf_counter() - started, 1),
         },
     }
     path = results_folder(about["gpu"]) / "verify.json"
-    path.write_text(as_text(record, cases, found))
+    path.write_text(as_text(record, found))
     print(f"written: {path}")
-    return 1 if found.differing else 0
+    return 1 if differing else 0
 
 
-def as_text(record: dict[str, Any], cases: Sequence[Case], found: verify.Verification) -> str:
-    """The record as JSON, a case and a row to a line; a row names its case by number."""
+def as_text(record: dict[str, Any], found: Sequence[tuple[list[Case], verify.Verification]]) -> str:
+    """The record as JSON, a case and a row to a line; a row names its case by number.
+
+    A row whose "exact" is false shows a counter that addresses alone do not decide.
+    """
     columns = ("case", "launch", "kernel", "quantity", "op", "counted", "hardware", "difference")
-    rows = [row.as_dict() for row in found.rows]
-    tables = {
-        "cases": [asdict(case) for case in cases],
-        "rows": [{name: row[name] for name in columns} for row in rows],
-    }
+    cases: list[Any] = []
+    rows: list[dict[str, Any]] = []
+    launches = 0
+    for part_cases, part in found:
+        for row in part.rows:
+            line = {name: row.as_dict()[name] for name in columns}
+            line["case"] += len(cases)
+            line["launch"] += launches
+            rows.append(line if row.exact else {**line, "exact": False})
+        cases += [asdict(case) for case in part_cases]
+        launches += part.launches
     text = json.dumps({**record, "cases": [], "rows": []}, indent=1)
-    for name, lines in tables.items():
-        joined = ",\n  ".join(map(json.dumps, lines))
-        text = text.replace(f'"{name}": []', f'"{name}": [\n  {joined}\n ]')
+    for name, lines in {"cases": cases, "rows": rows}.items():
+        joined_lines = ",\n  ".join(map(json.dumps, lines))
+        text = text.replace(f'"{name}": []', f'"{name}": [\n  {joined_lines}\n ]')
     return text + "\n"
 
 

@@ -1,4 +1,4 @@
-"""``fa2-numba report | check | io | verify | example | doctor``.
+"""``fa2-numba report | check | io | verify | trace | example | doctor``.
 
 Nothing that imports Numba is imported before a command needs it: `doctor` must work where Numba
 does not, and without a GPU the simulator has to be switched on first.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fa2_numba.accounting.hardware import Case
     from fa2_numba.accounting.inputs import Inputs
     from fa2_numba.accounting.sweep import Experiment, Sweep
+    from fa2_numba.clock import Timeline
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
@@ -154,6 +155,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument(
         "--grid", action="store_true", help="a dozen cases of all dtypes and masks instead of one"
+    )
+
+    trace = command("trace", run_trace, "time the phases of one shape; write a timeline of them")
+    for flag, text, default in (
+        ("--n", "rows and keys (default: 1024, on the simulator 64)", None),
+        ("--d", "head dimension (default: 64)", 64),
+        ("--heads", "query heads (default: 1)", 1),
+        ("--batch", "batch size (default: 1)", 1),
+        ("--capacity", "marks of a warp to write (default: all that memory holds)", None),
+    ):
+        trace.add_argument(flag, type=int, default=default, metavar="INT", help=text)
+    trace.add_argument("--method", choices=("standard", "fa1", "fa2"), default="fa2")
+    trace.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), default="fp32")
+    trace.add_argument("--causal", action="store_true", help="key j is visible to rows i >= j")
+    trace.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("trace.json"),
+        help="Chrome trace to write, for ui.perfetto.dev (default: %(default)s)",
+    )
+    trace.add_argument(
+        "--svg", metavar="FILE", type=Path, help="figure to write: some SMs of the longest kernel"
     )
 
     command("example", run_example, "a small example, every inner step shown")
@@ -456,6 +480,75 @@ def _cases(arguments: argparse.Namespace) -> list["Case"]:
     shape = shapes.Shape(1, 2, 2, n, n, d, given.dtype or "fp32", bool(given.causal))
     sizes = (shape.B, shape.H, shape.H_k, shape.N_q, shape.N_k, shape.d)
     return [Case(method, shape.dtype, *sizes, causal=shape.causal) for method in methods]
+
+
+# trace --------------------------------------------------------------------------------------------
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Time the phases of one shape, and write the timeline of a launch."""
+    out, errors = _consoles()
+    given = arguments
+    for flag, path in (("--output", given.output), ("--svg", given.svg)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise Refusal(f"{flag}: got {path}, accepted is a file in a folder that exists")
+    backend = _choose_backend(errors)
+
+    from dataclasses import asdict
+
+    from fa2_numba.accounting import hardware, shapes, timing
+
+    n = given.n if given.n is not None else 64 if backend == "simulator" else 1024
+    with _refusals():
+        shape = shapes.Shape(
+            given.batch, given.heads, given.heads, n, n, given.d, given.dtype, given.causal
+        )
+        reason = shape.obstacle(given.method, shapes.default_tiling(shape, given.method, backend))
+        if reason:
+            raise Refusal(f"--n: {reason}")
+        sizes = (shape.B, shape.H, shape.H_k, shape.N_q, shape.N_k, shape.d)
+        try:
+            q, k, v = hardware.Case(given.method, shape.dtype, *sizes).arrays()
+        except hardware.HardwareError as error:
+            raise Refusal(str(error)) from error
+        found = timing.time_phases(
+            q,
+            k,
+            v,
+            method=given.method,
+            causal=given.causal,
+            repeats=1 if backend == "simulator" else 20,
+            capacity=given.capacity,
+        )
+    for warning in found.warnings:
+        errors.print(f"warning: {warning}", soft_wrap=True)
+    _write_timelines(found.timelines, given.output, given.svg, errors)
+    if given.json:
+        _print_json([asdict(row) for row in found.rows])
+        return OK
+    for table in timing.tables(found):
+        out.print(table, "")
+    written = " and ".join(str(path) for path in (given.output, given.svg) if path is not None)
+    out.print(f"{given.method}: {shape}. Written: {written}", soft_wrap=True)
+    return OK
+
+
+def _write_timelines(
+    timelines: Sequence["Timeline"], output: Path, svg: Path | None, errors: "Console"
+) -> None:
+    """Write the Chrome trace and, if asked for, the figure; say what they lack."""
+    from fa2_numba.accounting import plots, trace
+
+    dropped, made = sum(t.dropped for t in timelines), sum(int(t.count.sum()) for t in timelines)
+    if dropped:
+        errors.print(f"{dropped:,} of {made:,} marks did not fit the capacity: they are not shown")
+    try:
+        output.write_text(json.dumps(trace.chrome_trace(timelines)) + "\n")
+        if svg is not None:
+            longest = max(timelines, key=lambda t: int(t.cycles.sum()))
+            plots.save_svg(trace.gantt(longest), svg)
+    except OSError as error:
+        raise Refusal(f"{error.filename}: cannot be written: {error.strerror}") from error
 
 
 # example ------------------------------------------------------------------------------------------

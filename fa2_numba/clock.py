@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from fa2_numba import simulator
-from fa2_numba.hbm import device
+from fa2_numba import cache, simulator
+from fa2_numba.hbm import device, jit
 from fa2_numba.ptx import (
     mov_u32_clock,
     mov_u32_smid,
@@ -39,6 +39,7 @@ if not simulator.ACTIVE:
 WARP = 32
 MAX_PHASES = 15  # an event is ``cycles * 16 + phase``
 LONGEST = 2**32  # cycles of one block: sums of phases have 32 bits
+EMPTY_MARKS = 8  # of one turn of `build_empty_marks`
 
 # Columns of a row of the clock; those of the phases follow.
 SMID, START, END, NS_0, CYCLES_0, NS_1, CYCLES_1, EVENTS, HEADER = range(9)
@@ -293,3 +294,24 @@ def _emulated(begin_rows: Any, mark_sum: Any, keep: Any, finish_rows: Any) -> tu
             finish_rows(clock._rows, ticks)
 
     return begin, mark, finish
+
+
+@cache.built
+def build_empty_marks() -> Any:
+    """Kernel ``empty_marks(clock, turns)``: `EMPTY_MARKS` marks a turn and nothing between them.
+
+    What a mark costs is read from it. How many turns is told at run time, so that the marks compile
+    to the instructions that they are in the kernels of attention.
+    """
+    begin, mark, finish = phase_marks(EMPTY_MARKS)
+    TICKS = EMPTY_MARKS + 2
+
+    def empty_marks(clock, turns):
+        ticks = cuda.local.array(TICKS, np.uint32)
+        begin(clock, ticks)
+        for _ in range(turns):
+            for phase in range(EMPTY_MARKS):
+                mark(clock, ticks, phase)
+        finish(clock, ticks)
+
+    return jit(empty_marks, "empty_marks")

@@ -5,6 +5,7 @@ Counting is an argument type. ``kernel[...](Q, ...)`` compiles the plain kernel;
 adds to a tally:
 
 * elements: one per active lane (a vector access: one per component);
+* distinct: the same without those that another lane of the warp asks for in the same instruction;
 * requests: one per warp instruction with an active lane;
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
@@ -26,7 +27,7 @@ import numpy as np
 from fa2_numba import simulator
 
 LOAD, STORE = 0, 1
-ELEMENTS, REQUESTS, SECTORS = 0, 1, 2
+ELEMENTS, DISTINCT, REQUESTS, SECTORS, KINDS = range(5)
 SECTOR_BYTES = 32
 
 
@@ -66,8 +67,8 @@ class Counted:
 
     Notes
     -----
-    `counts` reads the tally: int64 of shape ``(phases, 2, 3)``, indexed by phase,
-    ``LOAD``/``STORE`` and ``ELEMENTS``/``REQUESTS``/``SECTORS``.
+    `counts` reads the tally: int64 of shape ``(phases, 2, KINDS)``, indexed by phase,
+    ``LOAD``/``STORE`` and ``ELEMENTS``, ``DISTINCT``, ``REQUESTS``, ``SECTORS``.
     """
 
     def __init__(self, data: Any, phases: int = 1):
@@ -87,7 +88,7 @@ class Counted:
             # is contiguous.
             numbas = isinstance(data, DeviceNDArray)
             self.data = data if numbas else cuda.as_cuda_array(data, sync=False)
-            self.tally = cuda.to_device(np.zeros((phases, 2, 3), np.int64))
+            self.tally = cuda.to_device(np.zeros((phases, 2, KINDS), np.int64))
             cuda.synchronize()  # it is zero before a kernel on any stream adds to it
 
     def counts(self) -> np.ndarray:
@@ -97,9 +98,11 @@ class Counted:
 
             cuda.synchronize()  # the kernels may run on a stream that no copy waits for
             return np.asarray(self.tally.copy_to_host())
-        counts = np.zeros((self.phases, 2, 3), np.int64)
-        for (row, op, *_), (lanes, elements, sectors) in self._log.items():
-            counts[row, op] += (elements * lanes.bit_count(), 1, len(sectors))
+        counts = np.zeros((self.phases, 2, KINDS), np.int64)
+        for (row, op, *_), (lanes, elements, addresses) in self._log.items():
+            sectors = {address // SECTOR_BYTES for address in addresses}
+            all_lanes, distinct = lanes.bit_count(), len(addresses)
+            counts[row, op] += (elements * all_lanes, elements * distinct, 1, len(sectors))
         return counts
 
     # Under the simulator the object itself is the kernel's argument.
@@ -133,7 +136,7 @@ class Counted:
             )
         entry[0] |= 1 << lane
         offset = sum(int(i) * s for i, s in zip(index, self.strides, strict=True))
-        entry[2].add((self._address + offset) // SECTOR_BYTES)
+        entry[2].add(self._address + offset)
 
     def _with_row(self, row: int) -> "Counted":
         view = object.__new__(Counted)
@@ -256,15 +259,19 @@ else:
 
     @cuda.jit(device=True)
     def _count(tally, row, op, address, elements):
-        """Add one access of each active lane to the tally: three atomics a warp, not a lane."""
+        """Add one access of each active lane to the tally: four atomics a warp, not a lane."""
         active = cuda.activemask()
         lane = np.uint32(1) << np.uint32(cuda.laneid)
         same_sector = cuda.match_any_sync(active, address >> 5)
-        # The lowest lane of each group of lanes in one sector speaks for the group.
+        # The lowest lane of each group of lanes in one sector, or at one address, speaks for it.
         speaks = (np.uint32(same_sector) & (lane - np.uint32(1))) == 0
         sectors = cuda.popc(cuda.ballot_sync(active, speaks))
+        same_place = cuda.match_any_sync(active, address)
+        speaks = (np.uint32(same_place) & (lane - np.uint32(1))) == 0
+        distinct = cuda.popc(cuda.ballot_sync(active, speaks))
         if (np.uint32(active) & (lane - np.uint32(1))) == 0:
             cuda.atomic.add(tally, (row, op, ELEMENTS), elements * cuda.popc(active))
+            cuda.atomic.add(tally, (row, op, DISTINCT), elements * distinct)
             cuda.atomic.add(tally, (row, op, REQUESTS), 1)
             cuda.atomic.add(tally, (row, op, SECTORS), sectors)
 

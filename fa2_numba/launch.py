@@ -150,6 +150,19 @@ class Operands:
         self._tallies.append((name, phases, array.dtype.itemsize, tally))
         return tally
 
+    def distinct_bytes(self) -> dict[str, int]:
+        """Counted bytes by op, where lanes of a warp that share an element count it once.
+
+        Rows count it for each lane. The two differ for tables that lanes look up together.
+        """
+        sums = dict.fromkeys(OPS, 0)
+        for _, _, itemsize, tally in self._tallies:
+            for op, elements in zip(
+                OPS, tally.counts()[:, :, hbm.DISTINCT].sum(axis=0), strict=True
+            ):
+                sums[op] += int(elements) * itemsize
+        return sums
+
     def shared(self, kernel: str, tiles: str) -> Any:
         """The `shared` argument of `kernel`, whose tiles have these letters, or None."""
         if not self.on_chip:
@@ -168,26 +181,13 @@ class Operands:
 
     def on_chip_rows(self) -> list[SharedTraffic]:
         """The counted accesses to shared memory, one row for each (kernel, tile, op) with any."""
-        itemsize = np.dtype(acc_type(self.problem.dtype)).itemsize
         rows = []
         for kernel, tiles, tally in self._shared:
             for letter, counts in zip(tiles, tally.counts(), strict=True):
-                for op, (elements, requests, wavefronts, conflicts) in zip(
-                    OPS, counts.tolist(), strict=True
-                ):
+                for op, (elements, requests, *others) in zip(OPS, counts.tolist(), strict=True):
                     if requests:
-                        rows.append(
-                            SharedTraffic(
-                                kernel,
-                                TILE_NAMES[letter],
-                                op,
-                                elements,
-                                elements * itemsize,
-                                requests,
-                                wavefronts,
-                                conflicts,
-                            )
-                        )
+                        name = TILE_NAMES[letter]
+                        rows.append(SharedTraffic(kernel, name, op, elements, requests, *others))
         return rows
 
     def timelines(self) -> list[Timeline]:
@@ -226,7 +226,7 @@ class Operands:
             counts = tally.counts()
             for row, phase in enumerate(phases):
                 for op, op_name in enumerate(OPS):
-                    elements, requests, sectors = (int(n) for n in counts[row, op])
+                    elements, _, requests, sectors = (int(n) for n in counts[row, op])
                     if requests:
                         entry = sums.setdefault((name, phase, op_name), [0, 0, 0, 0])
                         numbers = (elements, elements * itemsize, requests, sectors)

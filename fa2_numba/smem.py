@@ -9,8 +9,9 @@ Counting is an argument type here too. A kernel makes its tiles with ``Q_tile(sh
 
 * elements: one per active lane and component;
 * requests: one per warp instruction;
-* wavefronts: passes over the 32 banks that the instruction takes;
-* conflicts: the passes beyond those that its width needs (`SharedTally` gives the rule).
+* bytes: those of the distinct words that the instruction asks for;
+* wavefronts: passes over the 32 banks that it takes;
+* conflicts: the passes beyond those that its width needs (`wavefronts` has the rule).
 
 What moves in one instruction is said, not hoped for: `vector_load` and `vector_store` move up to 16
 bytes a lane.
@@ -28,7 +29,7 @@ ALIGNMENT = 128  # bytes: one line of the 32 four-byte banks
 BANK_BYTES = 4
 BANKS = 32
 WIDEST = 16  # bytes of one lane's access
-ELEMENTS, REQUESTS, WAVEFRONTS, CONFLICTS, KINDS = range(5)
+ELEMENTS, REQUESTS, BYTES, WAVEFRONTS, CONFLICTS, KINDS = range(6)
 
 
 class SharedTally:
@@ -38,12 +39,6 @@ class SharedTally:
     ----------
     tiles : int
         Number of tiles; `shared_tile` says which is whose.
-
-    Notes
-    -----
-    A lane's access of 4, 8 or 16 bytes is served for 32, 16 or 8 neighbouring lanes at a time: such
-    a group covers at most one line of the banks. A group takes as many passes as the most asked
-    bank has distinct words; lanes that ask for one word share it.
     """
 
     def __init__(self, tiles: int):
@@ -66,13 +61,23 @@ class SharedTally:
             return np.asarray(self.argument.copy_to_host())
         counts = np.zeros((self.tiles, 2, KINDS), np.int64)
         for (tile, op, *_), (width, itemsize, lanes) in self._log.items():
-            passes, conflicts = wavefronts(lanes, width * itemsize)
-            counts[tile, op] += (width * len(lanes), 1, passes, conflicts)
+            moved = len(set(lanes.values())) * width * itemsize
+            counts[tile, op] += (
+                width * len(lanes),
+                1,
+                moved,
+                *wavefronts(lanes, width * itemsize),
+            )
         return counts
 
 
 def wavefronts(lanes: dict[int, int], size: int) -> tuple[int, int]:
     """Passes over the banks of one warp instruction, and those beyond its need.
+
+    An access of 4, 8 or 16 bytes a lane is served for 32, 16 or 8 neighbouring lanes at a time,
+    which cover one line of the banks. Two such groups side by side are served as one if every lane
+    asks for the word of the lane beside it (``lane ^ 1``), or every lane for that of ``lane ^ 2``.
+    A group takes as many passes as its most asked bank has distinct words.
 
     Parameters
     ----------
@@ -80,15 +85,24 @@ def wavefronts(lanes: dict[int, int], size: int) -> tuple[int, int]:
         Active lane to byte address.
     size : int
         Bytes of a lane's access: 4, 8 or 16.
+
+    Notes
+    -----
+    Read off the counters of an H200 for 160 access patterns (tests/test_smem.py has them); NVIDIA
+    does not document it.
     """
     together = WIDEST * 8 // size  # lanes that one pass can serve
     passes = needed = 0
-    for first in range(0, 32, together):
-        group = {a // size for lane, a in lanes.items() if first <= lane < first + together}
-        if group:
-            units = [word % (ALIGNMENT // size) for word in group]
-            passes += max(units.count(u) for u in units)
-            needed += 1
+    for first in range(0, 32, min(32, 2 * together)):
+        pair = {n: a for n, a in lanes.items() if first <= n < first + 2 * together}
+        merged = any(all(pair.get(n ^ step, a) == a for n, a in pair.items()) for step in (1, 2))
+        width = 2 * together if merged else together
+        for start in range(first, min(32, first + 2 * together), width):
+            words = {a // size for n, a in pair.items() if start <= n < start + width}
+            if words:
+                banks = [word % (ALIGNMENT // size) for word in words]
+                passes += max(banks.count(bank) for bank in banks)
+                needed += 1
     return passes, passes - needed
 
 
@@ -230,25 +244,36 @@ else:
 
     @cuda.jit(device=True)
     def _count(tally, row, op, address, size, elements):
-        """Add one access of each active lane; `size` bytes each at shared `address`."""
+        """Add one access of each active lane, `size` bytes at `address`; see `wavefronts`."""
         active = np.uint32(cuda.activemask())
         lane = cuda.laneid
         below = (np.uint32(1) << np.uint32(lane)) - np.uint32(1)
         together = WIDEST * 8 // size
-        # One number for each (group of lanes, word), one for each (group, bank of that size).
-        group = lane // together
         word = address // size
-        same_word = np.uint32(cuda.match_any_sync(active, word * 4 + group))
-        speaks = (same_word & below) == 0  # lanes that ask for one word share it
+        same_word = np.uint32(cuda.match_any_sync(active, word))
+        distinct = cuda.popc(cuda.ballot_sync(active, (same_word & below) == 0))
+
+        # Two groups side by side are one if all their lanes agree with lane ^ 1, or with lane ^ 2.
+        group = lane // together
+        if together < 32:
+            pair = lane // (2 * together)
+            in_pair = np.uint32(cuda.match_any_sync(active, pair))
+            for step in (1, 2):
+                beside = np.uint32(1) << np.uint32(lane ^ step)
+                agrees = (active & beside) == 0 or (same_word & beside) != 0
+                if (np.uint32(cuda.ballot_sync(active, agrees)) & in_pair) == in_pair:
+                    group = 2 * pair
+
+        # The most asked bank of each group: how many distinct words, each told by one lane.
+        speaks = (np.uint32(cuda.match_any_sync(active, word * 4 + group)) & below) == 0
         speakers = np.uint32(cuda.ballot_sync(active, speaks))
         bank = word % (ALIGNMENT // size)
         same_bank = np.uint32(cuda.match_any_sync(active, bank * 4 + group)) & speakers
         mine = np.int64(cuda.popc(same_bank)) if speaks else np.int64(0)
         passes, needed = np.int64(0), np.int64(0)
         for g in range(32 // together):
-            # The most asked bank of group g: ask for each possible number of words in turn.
             most = np.int64(0)
-            for n in range(1, together + 1):
+            for n in range(1, 33):  # ask for each possible number in turn
                 if cuda.ballot_sync(active, group == g and mine >= n) != 0:
                     most = np.int64(n)
             passes += most
@@ -256,6 +281,7 @@ else:
         if (active & below) == 0:
             cuda.atomic.add(tally, (row, op, ELEMENTS), elements * cuda.popc(active))
             cuda.atomic.add(tally, (row, op, REQUESTS), 1)
+            cuda.atomic.add(tally, (row, op, BYTES), size * distinct)
             cuda.atomic.add(tally, (row, op, WAVEFRONTS), passes)
             cuda.atomic.add(tally, (row, op, CONFLICTS), passes - needed)
 

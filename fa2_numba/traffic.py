@@ -91,21 +91,23 @@ class SharedTraffic:
     ----------
     kernel, tile, op : str
         "fa2", ...; "Q_i", "K_j", "V_j" or "P_ij"; "load" or "store".
-    elements, bytes : int
+    elements : int
         Summed over the lanes: two lanes that read one word count twice.
     requests : int
         Warp instructions.
+    bytes : int
+        Of the distinct words that each warp instruction asks for, as the hardware counts them.
     wavefronts, conflicts : int
         Passes over the 32 banks, and those beyond what the width of the access needs
-        (`smem.SharedTally` has the rule).
+        (`smem.wavefronts` has the rule).
     """
 
     kernel: str
     tile: str
     op: str
     elements: int
-    bytes: int
     requests: int
+    bytes: int
     wavefronts: int
     conflicts: int
 

@@ -423,7 +423,7 @@ def test_equal_numbers_have_no_difference(counted):
         "case": 0, "launch": 0, "method": "fa1", "dtype": "fp16", "batch": 1, "heads": 2,
         "heads_kv": 1, "n_q": 20, "n_k": 18, "d": 4, "causal": False, "mask": "none",
         "block_r": 16, "block_c": 16, "kernel": "fa1_init", "quantity": "bytes", "op": "store",
-        "counted": 960, "hardware": 960, "difference": 0,
+        "counted": 960, "hardware": 960, "difference": 0, "exact": True,
     }  # fmt: skip
 
 
@@ -471,10 +471,10 @@ metrics, command = sys.argv[at + 1].split(","), sys.argv[at + 2 :]
 if {permitted} or all("__sass_" in metric for metric in metrics):
     subprocess.run(command, check=True)
     cases = map(hardware.Case.from_json, json.loads(pathlib.Path(command[-2]).read_text()))
-    names = {{c.metric: c for c in hardware.COUNTERS}}
-    names |= {{c.patched: c for c in hardware.COUNTERS if c.patched}}
+    known = hardware.COUNTERS + hardware.ON_CHIP
+    names = {{c.metric: c for c in known}} | {{c.patched: c for c in known if c.patched}}
     rows = []
-    for launch in verify.count(list(cases)):
+    for launch in verify.count(list(cases), any("shared" in metric for metric in metrics)):
         row = [launch.totals.get((names[m].quantity, names[m].op), 0) for m in metrics]
         rows.append(["n/a" if names[m].op in {absent!r} else x for m, x in zip(metrics, row)])
     if {fault}:
@@ -600,11 +600,12 @@ def test_the_grid_is_a_dozen_cases_of_every_method():
 
 
 def test_the_benchmark_has_more_than_a_hundred_launches_of_few_kernels():
-    from benchmarks.verify import grid
+    from benchmarks.verify import grids
 
-    groups = grid()
+    groups, deep = grids()
     cases = [case for group in groups for case in group]
     assert len(groups) <= 16 and len(cases) == len(set(cases)) >= 100
+    assert {case.method for group in deep for case in group} == {"fa2", "fa1", "standard"}
     assert {case.dtype for case in cases} == {"fp32", "fp64", "fp16", "bf16"}
     assert max(max(case.n_q, case.n_k) for case in cases) <= 2048
 
@@ -613,19 +614,24 @@ def test_the_benchmark_records_every_number(as_if_gpu, tmp_path, monkeypatch, ca
     from benchmarks import verify as benchmark
 
     ncu = honest(tmp_path, fault=True)
-    monkeypatch.setattr(benchmark, "grid", lambda: [cases[:1], cases[1:3]])
+    monkeypatch.setattr(benchmark, "grids", lambda: ([cases[:1], cases[1:3]], [cases[1:2]]))
     monkeypatch.setattr(benchmark, "environment", lambda: {"gpu": "none"})
     monkeypatch.setattr(benchmark, "results_folder", lambda gpu: tmp_path)
     monkeypatch.setattr(sys, "argv", ["verify", "--ncu", ncu, "--workers", "1"])
     assert benchmark.main() == 1
     record = json.loads((tmp_path / "verify.json").read_text())
-    assert (record["launches"], record["numbers"], record["differences"]) == (5, 65, 1)
-    assert [Case.from_json(case) for case in record["cases"]] == cases[:3]
-    assert len(record["rows"]) == 65
+    # 5 launches with 13 numbers each; 2 more with 6 of shared memory besides, and 2 not compared.
+    assert (record["launches"], record["numbers"], record["differences"]) == (7, 103, 2)
+    assert [Case.from_json(case) for case in record["cases"]] == [*cases[:3], cases[1]]
+    assert len(record["rows"]) == 107
+    assert sum(row.get("exact") is False for row in record["rows"]) == 4
     assert [(row["case"], row["kernel"]) for row in record["rows"] if row["difference"]] == [
-        (1, "fa2")
+        (1, "fa2"),
+        (3, "fa2"),
     ]
-    assert set(record["metrics"].values()) < set(METRICS)
+    shared = [r for r in record["rows"] if r["quantity"] == "shared bytes" and r["counted"]]
+    assert [(row["kernel"], row["op"]) for row in shared] == [("fa2", "load"), ("fa2", "store")]
+    assert set(record["metrics"].values()) < {*METRICS, *(c.metric for c in hardware.ON_CHIP)}
     assert "64 of 65 counted numbers" in capsys.readouterr().out
 
 

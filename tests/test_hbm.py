@@ -35,8 +35,9 @@ def run(kernel: Any, *args: Any, blocks: int = 1, threads: int = WARP) -> None:
 def tally(A: Counted, op: int, row: int = 0) -> tuple[int, int, int]:
     """(elements, requests, sectors)."""
     counts = A.counts()
-    assert counts.dtype == np.int64 and counts.shape == (A.phases, 2, 3)
-    return tuple(int(n) for n in counts[row, op])  # type: ignore[return-value]
+    assert counts.dtype == np.int64 and counts.shape == (A.phases, 2, hbm.KINDS)
+    elements, _, requests, sectors = (int(n) for n in counts[row, op])
+    return elements, requests, sectors
 
 
 @pytest.fixture

@@ -50,8 +50,9 @@ class Counter:
     Attributes
     ----------
     quantity, op : str
-        "bytes", "instructions", "requests" or "sectors"; "load", "store", or an access that no
-        plain kernel makes.
+        "bytes", "instructions", "requests" or "sectors", with "shared " in front for shared
+        memory, which also has "shared wavefronts" and "shared conflicts"; "load", "store", or an
+        access that no plain kernel makes.
     metric : str
         ncu's name of it.
     patched : str
@@ -59,6 +60,8 @@ class Counter:
         users who may not read hardware counters; empty if there is none.
     optional : bool
         Whether there are GPUs without such an access, and so without the metric.
+    exact : bool
+        Whether addresses alone decide it. If not, it is shown beside the count, not compared.
     """
 
     quantity: str
@@ -66,6 +69,7 @@ class Counter:
     metric: str
     patched: str = ""
     optional: bool = False
+    exact: bool = True
 
 
 def _patched(quantity: str, op: str, metric: str, optional: bool = False) -> Counter:
@@ -99,6 +103,38 @@ COUNTERS = (
     _patched("instructions", "local store", "smsp__sass_inst_executed_op_local_st.sum"),
     _patched("instructions", "cp.async", "smsp__sass_inst_executed_op_ldgsts.sum", True),
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
+)
+
+
+# Bytes are those of the distinct words of an instruction. Wavefronts by patched instructions follow
+# from the addresses; the pipe's own counter of conflicts also has those with other traffic.
+ON_CHIP = (
+    _patched("shared bytes", "load", "smsp__sass_data_bytes_mem_shared_op_ld.sum"),
+    _patched("shared bytes", "store", "smsp__sass_data_bytes_mem_shared_op_st.sum"),
+    Counter("shared instructions", "load", "smsp__inst_executed_op_shared_ld_pred_on_any.sum"),
+    Counter("shared instructions", "store", "smsp__inst_executed_op_shared_st_pred_on_any.sum"),
+    _patched(
+        "shared wavefronts",
+        "load",
+        "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    ),
+    _patched(
+        "shared wavefronts",
+        "store",
+        "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+    ),
+    Counter(
+        "shared conflicts",
+        "load",
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+        exact=False,
+    ),
+    Counter(
+        "shared conflicts",
+        "store",
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+        exact=False,
+    ),
 )
 
 
@@ -395,8 +431,8 @@ def parse(output: str) -> list[Reading]:
 
 
 def _kernel(displayed: str) -> str:
-    """The name of the Python function in ``fa2[v1,cw51c...](Array<float, ...>, ...)``."""
-    return re.split(r"[\[(]", displayed, maxsplit=1)[0].strip()
+    """The name of the Python function in ``fa2::fa2[v1,cw51c...](Array<float, ...>, ...)``."""
+    return re.split(r"[\[(]", displayed, maxsplit=1)[0].split("::")[-1].strip()
 
 
 def _number(cell: str) -> int | float | None:

@@ -5,6 +5,7 @@ axes name the level. Colours are those of Okabe and Ito, which colour-blind read
 methods also differ in marker.
 """
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -722,3 +723,85 @@ def theorem_2(rows: Sequence[Record]) -> Drawing | None:
         f"the tiles; S_ij takes room and saves nothing, which holds the exponent below 1."
     )
     return Drawing("theorem_2", "Theorem 2", caption, figure)
+
+
+# Timeline ----------------------------------------------------------------------------------------
+
+GANTT_PHASES = 60  # of a block, in a figure that can be read
+PHASE_COLOURS = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One block of a timeline.
+
+    Attributes
+    ----------
+    sm, block : int
+        Which block, and where it ran.
+    begin, end : float
+        Times.
+    phases : tuple of (index, begin, end)
+        Of its first warp, in order.
+    """
+
+    sm: int
+    block: int
+    begin: float
+    end: float
+    phases: tuple[tuple[int, float, float], ...]
+
+
+def gantt(phases: Sequence[str], bars: Sequence[Bar], unit: str, caption: str) -> Drawing:
+    """Blocks over time, a row each, grouped by SM, their phases in colour.
+
+    Blocks of more than `GANTT_PHASES` phases are shown whole, and below them their begin.
+    """
+    zero = min((b.begin for b in bars), default=0.0)
+    shown = [b.phases[:GANTT_PHASES][-1][2] for b in bars if b.phases]
+    end = max(shown, default=zero)
+    whole = all(len(b.phases) <= GANTT_PHASES for b in bars)
+    with matplotlib.rc_context(STYLE):
+        height = 1.4 + (1 if whole else 2) * max(1.0, 0.26 * len(bars))
+        engine = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.05)
+        figure = Figure(figsize=(9.6, height), layout=engine)
+        axes = figure.subplots(1 if whole else 2, 1, squeeze=False)[:, 0]
+        for row, b in enumerate(bars):
+            for index, left, right in b.phases:
+                if right <= end:
+                    axes[-1].barh(row, right - left, left=left - zero, height=0.8,
+                                  **_phase_look(index))  # fmt: skip
+            if not whole:
+                axes[0].barh(row, b.end - b.begin, left=b.begin - zero, height=0.8, color=FAINT,
+                             edgecolor=INK, linewidth=0.5)  # fmt: skip
+                axes[0].text(b.begin - zero, row, f" block {b.block}", va="center", fontsize=7)
+        if not whole:
+            axes[0].axvspan(0, end - zero, color=PHASE_COLOURS[4], alpha=0.3, linewidth=0)
+            axes[0].set_title("A wave of blocks")
+            axes[1].set_title(f"Its first {GANTT_PHASES} phases")
+        firsts = [n for n, b in enumerate(bars) if n == 0 or bars[n - 1].sm != b.sm]
+        for ax in axes:
+            ax.set_yticks(firsts, [f"SM {bars[n].sm}" for n in firsts])
+            ax.set_ylim(len(bars) - 0.4, -0.6)
+            ax.grid(False, axis="y")
+        axes[-1].set_xlabel(unit)
+        handles = [Patch(**_phase_look(n), label=name) for n, name in enumerate(phases)]
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(8, len(phases)))
+        figure.supxlabel(textwrap.fill(caption, 170), fontsize=7.5)
+    return Drawing("timeline", "Timeline", caption, figure)
+
+
+def save_svg(drawing: Drawing, path: Path) -> None:
+    """Write one figure as SVG, with its title and caption as metadata."""
+    about = {"Title": drawing.title, "Description": drawing.caption, "Date": None}
+    with matplotlib.rc_context(STYLE):
+        drawing.figure.savefig(path, format="svg", facecolor=PAPER, metadata=about)
+
+
+def _phase_look(index: int) -> dict[str, Any]:
+    """A colour for each of eight phases; then they come again, hatched."""
+    hatch = "////" if index >= len(PHASE_COLOURS) else ""
+    colour = PHASE_COLOURS[index % len(PHASE_COLOURS)]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0}

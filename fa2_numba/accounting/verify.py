@@ -13,15 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from fa2_numba.accounting import hardware
-from fa2_numba.accounting.hardware import COUNTERS, Case, Counter, HardwareError, NotPermitted
-from fa2_numba.traffic import Traffic
+from fa2_numba.accounting.hardware import (
+    COUNTERS,
+    ON_CHIP,
+    Case,
+    Counter,
+    HardwareError,
+    NotPermitted,
+)
 
-# What a counter's quantity is in a traffic row. An instruction of a warp is one request.
-COUNTED = {
-    "bytes": "bytes",
-    "instructions": "requests",
-    "requests": "requests",
-    "sectors": "sectors",
+# What a counter's quantity is in a traffic row. An instruction of a warp is one request. (Bytes
+# are those that the lanes of an instruction do not share: `Operands.distinct_bytes`.)
+COUNTED = {"instructions": "requests", "requests": "requests", "sectors": "sectors"}
+COUNTED_ON_CHIP = {
+    "shared bytes": "bytes",
+    "shared instructions": "requests",
+    "shared wavefronts": "wavefronts",
+    "shared conflicts": "conflicts",
 }
 COLUMNS = "method, dtype, batch, heads, heads_kv, n_q, n_k, d, causal, mask, block_r, block_c"
 ISSUED = ("load", "store")  # of all accesses that the hardware tells apart, those that kernels make
@@ -65,6 +73,8 @@ class Row:
         By the counted kernel; 0 for accesses that no plain kernel makes.
     hardware : int or float
         By the GPU, while the plain kernel ran.
+    exact : bool
+        Whether the two must be equal.
     """
 
     case: int
@@ -75,6 +85,7 @@ class Row:
     op: str
     counted: int
     hardware: int | float
+    exact: bool = True
 
     @property
     def difference(self) -> int | float:
@@ -93,6 +104,7 @@ class Row:
             "counted": self.counted,
             "hardware": self.hardware,
             "difference": self.difference,
+            "exact": self.exact,
         }
 
     def __str__(self) -> str:
@@ -131,49 +143,56 @@ class Verification:
 
     @property
     def differing(self) -> list[Row]:
-        """The rows whose numbers are not the same."""
-        return [row for row in self.rows if row.difference]
+        """The rows whose numbers are not the same, and must be."""
+        return [row for row in self.rows if row.exact and row.difference]
 
 
-def count(cases: Sequence[Case]) -> list[CountedLaunch]:
-    """Run the counted kernels of each case, in this process."""
-    return [launch for n, case in enumerate(cases) for launch in _launches(n, case)]
+def count(cases: Sequence[Case], on_chip: bool = False) -> list[CountedLaunch]:
+    """Run the counted kernels of each case, in this process; shared memory too with `on_chip`."""
+    return [launch for n, case in enumerate(cases) for launch in _launches(n, case, on_chip)]
 
 
-def _launches(n: int, case: Case) -> list[CountedLaunch]:
+def _launches(n: int, case: Case, on_chip: bool) -> list[CountedLaunch]:
     from fa2_numba import api  # needs Numba
     from fa2_numba.accounting.launches import watched
 
     launches: list[CountedLaunch] = []
-    before = totals([])
+    before: dict[tuple[str, str], int] = {}
 
     def after(operands: Any, kernel: str) -> None:
         nonlocal before
-        sums = totals(operands.rows())  # of the call so far
+        sums = totals(operands)  # of the call so far
         columns = operands.problem.columns()
         problem = {name: columns[name] for name in COLUMNS.split(", ")}
         launches.append(
-            CountedLaunch(n, problem, kernel, {key: sums[key] - before[key] for key in sums})
+            CountedLaunch(n, problem, kernel, {key: sums[key] - before.get(key, 0) for key in sums})
         )
         before = sums
 
     with watched(after):
-        api.measure(*case.arrays(), **case.options())
+        api.measure(*case.arrays(), **case.options(), on_chip=on_chip)
     return launches
 
 
-def totals(rows: Iterable[Traffic]) -> dict[tuple[str, str], int]:
-    """Sums over arrays and phases, by (quantity, op)."""
-    rows = list(rows)
-    return {
-        (quantity, op): sum(getattr(row, column) for row in rows if row.op == op)
-        for quantity, column in COUNTED.items()
-        for op in ISSUED
-    }
+def totals(operands: Any) -> dict[tuple[str, str], int]:
+    """What a call has counted so far, by (quantity, op): sums over arrays and phases."""
+    sums = {("bytes", op): n for op, n in operands.distinct_bytes().items()}
+    for columns, rows in (
+        (COUNTED, operands.rows()),
+        (COUNTED_ON_CHIP, operands.on_chip_rows()),
+    ):
+        for quantity, column in columns.items():
+            for op in ISSUED:
+                sums[quantity, op] = sum(getattr(row, column) for row in rows if row.op == op)
+    return sums
 
 
 def verify(
-    cases: Sequence[Case], *, ncu: str | None = None, counted: Sequence[CountedLaunch] | None = None
+    cases: Sequence[Case],
+    *,
+    ncu: str | None = None,
+    counted: Sequence[CountedLaunch] | None = None,
+    on_chip: bool = False,
 ) -> Verification:
     """Compare each launch of the cases with the hardware's counters.
 
@@ -185,6 +204,8 @@ def verify(
         Path of ncu.
     counted : sequence of CountedLaunch, optional
         What `count` returns for these cases; default: it is called.
+    on_chip : bool
+        Compare shared memory too. Its counting kernels take longer to compile and run.
 
     Returns
     -------
@@ -197,13 +218,14 @@ def verify(
     HardwareError
         Nothing could be compared, or only a part of it for another reason than permission.
     """
-    counted = count(cases) if counted is None else counted
+    counted = count(cases, on_chip) if counted is None else counted
+    wanted = COUNTERS + ON_CHIP if on_chip else COUNTERS
     if not counted:
         raise HardwareError("launches: none in these cases, so there is nothing to compare")
     try:
-        return Verification(*_compared(cases, COUNTERS, ncu, counted))
+        return Verification(*_compared(cases, wanted, ncu, counted))
     except NotPermitted as refused:
-        patched = [replace(c, metric=c.patched, optional=True) for c in COUNTERS if c.patched]
+        patched = [replace(c, metric=c.patched, optional=True) for c in wanted if c.patched]
         try:
             rows, counters = _compared(cases, patched, ncu, counted)
         except HardwareError:
@@ -211,7 +233,7 @@ def verify(
         if not rows:
             raise refused from None
         known = {(c.quantity, c.op) for c in counters}
-        unread = [c for c in COUNTERS if (c.quantity, c.op) not in known and not c.optional]
+        unread = [c for c in wanted if (c.quantity, c.op) not in known and not c.optional]
         return Verification(rows, counters, unread, str(refused))
 
 
@@ -261,6 +283,7 @@ def compare(
             counter.op,
             launch.totals[counter.quantity, counter.op] if counter.op in ISSUED else 0,
             reading[counter.metric],
+            counter.exact,
         )
         for n, (launch, reading) in enumerate(zip(counted, read, strict=True))
         for counter in counters
@@ -313,7 +336,7 @@ def table(found: Verification) -> Table:
     for _, group in groupby(found.rows, lambda row: row.launch):
         rows = list(group)
         p, read = rows[0].problem, {(row.quantity, row.op): row.hardware for row in rows}
-        differ = sum(bool(row.difference) for row in rows)
+        differ = sum(bool(row.exact and row.difference) for row in rows)
         table.add_row(
             p["method"],
             p["dtype"],
@@ -328,7 +351,8 @@ def table(found: Verification) -> Table:
 
 def summary(found: Verification) -> list[str]:
     """What was found, in sentences: every number that differs, and what was not compared."""
-    equal = len(found.rows) - len(found.differing)
+    exact = [row for row in found.rows if row.exact]
+    equal = len(exact) - len(found.differing)
     lines = [f"differs: {row}" for row in found.differing]
     if found.unread:
         lines += [
@@ -337,7 +361,7 @@ def summary(found: Verification) -> list[str]:
             "Not compared: " + _listed(found.unread),
         ]
     lines.append(
-        f"{equal:,} of {len(found.rows):,} counted numbers equal the hardware's, in "
+        f"{equal:,} of {len(exact):,} counted numbers equal the hardware's, in "
         f"{found.launches:,} launches."
     )
     return lines

@@ -88,23 +88,29 @@ def build(
     row_max, row_sum = row_reductions(n_c)
     tile_range, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
     finish_scores = score_finisher(own, rule, UNCHANGED, fmt)
+    step = smem.widest(B_w, acc_bytes(dtype))
+    get_P = smem.vector_load(step)
+    held_p = R_r * step
     get_V, put_R, get_R = smem.vector_load(C), smem.vector_store(C), smem.vector_load(SHARE)
     store_O = hbm.vector_store(store_width)
 
     @hbm.device
     def product(part, P, V, key_0, lr, lc):
         """part = P V over the keys of one warp."""
+        p = cuda.local.array(held_p, acc_type)
         v = cuda.local.array(C, acc_type)
         for r in range(R_r):
             for k in range(R_d):
                 part[r, k] = ZERO
-        for k in range(B_w):
-            for g in range(G):
-                get_V(V, (key_0 + u32(k), u32(C) * (lc + u32(g * n_c))), v, 0)
-                for r in range(R_r):
-                    p = P[lr + u32(r * n_r), key_0 + u32(k)]
-                    for c in range(C):
-                        part[r, g * C + c] += p * v[c]
+        for k_0 in range(0, B_w, step):
+            for r in range(R_r):
+                get_P(P, (lr + u32(r * n_r), key_0 + u32(k_0)), p, r * step)
+            for k in range(step):
+                for g in range(G):
+                    get_V(V, (key_0 + u32(k_0 + k), u32(C) * (lc + u32(g * n_c))), v, 0)
+                    for r in range(R_r):
+                        for c in range(C):
+                            part[r, g * C + c] += p[r * step + k] * v[c]
 
     def split_keys(Q, K, V, O, L, scale, range_args, mask_args, shared, clock):
         H, N_q = Q.shape[1], Q.shape[2]
