@@ -29,6 +29,8 @@ from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
 
 D = 64
+COUNTED_N = 1024  # of one head, where loads, stores and shared memory are counted
+NORMALISED = "O_i divided by l_i after each tile"
 WIDE = Tiling(128, 64, 16, 8)
 NARROW = Tiling(32, 64, 16, 8)  # split over keys, each of 4 warps holds 32 x 64 of O_i
 Launcher = Callable[[Problem, Operands], None]
@@ -66,37 +68,36 @@ class Idea:
     batch: int
     heads: int
     n: int
-    count_n: int  # the size at which shared memory is counted
 
 
 IDEAS = (
     Idea(
         "O_i is normalised once, at the end",
         "FlashAttention-2, 3.1: fewer non-matmul FLOPs, each worth up to 16 of tensor cores",
-        Variant("O_i divided by l_i after each tile", variant(steps.NORMALISE)),
+        Variant(NORMALISED, variant(steps.NORMALISE)),
         Variant("O_i divided by l_i once", variant(steps.AS_FA2)),
-        batch=1, heads=32, n=4096, count_n=1024,
+        batch=1, heads=32, n=4096,
     ),
     Idea(
         "blocks over row tiles, not over heads alone",
         "FlashAttention-2, 3.2: more blocks fill the GPU where batch and heads are few",
         Variant("one block a head", variant(steps.ONE_BLOCK)),
         Variant("one block a row tile", variant(steps.AS_FA2)),
-        batch=1, heads=32, n=4096, count_n=1024,
+        batch=1, heads=32, n=4096,
     ),
     Idea(
         "the same with heads enough",
         "FlashAttention-2, 3.2: batch * heads >= 80 or so filled an A100 already",
         Variant("one block a head", variant(steps.ONE_BLOCK)),
         Variant("one block a row tile", variant(steps.AS_FA2)),
-        batch=17, heads=32, n=1024, count_n=1024,
+        batch=16, heads=33, n=1024,
     ),
     Idea(
         "warps split Q_i, not K_j",
         "FlashAttention-2, 3.3: split-K writes partial results to shared memory and adds them up",
         Variant("warps split K_j, V_j", split_keys.launch, NARROW),
         Variant("warps split Q_i", variant(steps.AS_FA2), NARROW),
-        batch=1, heads=32, n=4096, count_n=1024,
+        batch=1, heads=32, n=4096,
     ),
     Idea(
         "tiles above the diagonal are skipped",
@@ -104,14 +105,14 @@ IDEAS = (
         Variant("causal mask, every tile computed", fa2.launch,
                 mask=masking.custom(below, name="causal without skipping")),
         Variant("causal, loop bound", fa2.launch, causal=True),
-        batch=1, heads=32, n=4096, count_n=1024,
+        batch=1, heads=32, n=4096,
     ),
     Idea(
         "the loop ends at the diagonal, no tile is asked",
         "none; both are in this package",
         Variant("causal, tiles asked and skipped", fa2.launch, causal="skip"),
         Variant("causal, loop bound", fa2.launch, causal=True),
-        batch=1, heads=32, n=4096, count_n=1024,
+        batch=1, heads=32, n=4096,
     ),
 )  # fmt: skip
 
@@ -140,17 +141,14 @@ def tiles_computed(v: Variant, problem: Problem) -> int:
 
 
 def measured(idea: Idea, v: Variant) -> dict[str, Any]:
-    """What one side launches, moves and computes, at the idea's size; without its time."""
+    """What one side launches and computes at the idea's size, and what it moves; not its time."""
     plain = call(v, idea.batch, idea.heads, idea.n).run(v.launch)
-    counted = call(v, idea.batch, idea.heads, idea.n).run(v.launch, counted=True)
-    on_chip = call(v, 1, 1, idea.count_n).run(v.launch, on_chip=True)
-    here, small_tiles = tiles_computed(v, plain.problem), tiles_computed(v, on_chip.problem)
+    counted = call(v, 1, 1, COUNTED_N).run(v.launch, counted=True, on_chip=True)
+    tiles, counted_tiles = (tiles_computed(v, ran.problem) for ran in (plain, counted))
     launch = plain.launches[-1]
-    rows, shared = counted.rows(), on_chip.on_chip_rows()
-    B_r, R_d = v.tiling.B_r, D
-    rescalings = here * B_r * R_d  # of an element of O_i, by alpha
-    if "after each tile" in v.name:
-        rescalings *= 3  # by l_i, by alpha, by 1 / l_i
+    rows, shared = counted.rows(), counted.on_chip_rows()
+    # of an element of O_i: by alpha; to normalise each tile, by l_i and by 1 / l_i besides
+    times = 3 if v.name == NORMALISED else 1
     return {
         "variant": v.name,
         "kernel": launch.kernel,
@@ -159,13 +157,13 @@ def measured(idea: Idea, v: Variant) -> dict[str, Any]:
         "blocks_per_sm": launch.blocks_per_sm,
         "registers": launch.registers,
         "local_bytes": launch.local_bytes,
-        "tiles_computed": here,
-        "rescaling_multiplications": rescalings,
+        "tiles_computed": tiles,
+        "rescaling_multiplications": times * tiles * v.tiling.B_r * D,
+        "counted_at_n": COUNTED_N,
         "issued_bytes": sum(r.bytes for r in rows),
-        "shared_bytes_a_tile": sum(r.bytes for r in shared) / small_tiles,
-        "shared_wavefronts_a_tile": sum(r.wavefronts for r in shared) / small_tiles,
-        "shared_exchange_bytes_a_tile": sum(r.bytes for r in shared if r.tile in "MR")
-        / small_tiles,
+        "shared_bytes_a_tile": sum(r.bytes for r in shared) / counted_tiles,
+        "shared_wavefronts_a_tile": sum(r.wavefronts for r in shared) / counted_tiles,
+        "exchanged_bytes_a_tile": sum(r.bytes for r in shared if r.tile in "MR") / counted_tiles,
     }
 
 
@@ -195,7 +193,6 @@ def main() -> int:
             "heads": idea.heads,
             "n": idea.n,
             "d": D,
-            "shared_counted_at_n": idea.count_n,
         }
         for side, v, ms in zip(sides, pair, times, strict=True):
             row[side] = measured(idea, v) | {

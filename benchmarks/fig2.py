@@ -60,7 +60,8 @@ def compiled(method: str, block: int) -> None:
 
 def row(p: Problem, times: list[float], SMs: int, l2_bytes: int) -> dict[str, Any]:
     """One method at one block size, without what ncu reads."""
-    slots = levels.slots(levels.launched(p), SMs)
+    launches = levels.launched(p)
+    slots = levels.slots(launches, SMs)
     return {
         "method": p.method,
         "block": p.tiling.B_r,
@@ -72,7 +73,7 @@ def row(p: Problem, times: list[float], SMs: int, l2_bytes: int) -> dict[str, An
         "threads": p.tiling.threads,
         "slots": slots,
         "issued": total(predict(p)),
-        "model": levels.modelled(p, slots, l2_bytes),
+        "model": levels.modelled(p, slots, l2_bytes, levels.code(launches)),
         "in_domain": levels.in_domain(p, slots, l2_bytes),
         "milliseconds": round(statistics.median(times), 4),
         "milliseconds_min": round(min(times), 4),

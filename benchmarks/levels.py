@@ -102,13 +102,25 @@ class Sweep:
         self.counted: dict[Any, list[Any]] = {}
         self.notes: list[str] = []
 
-    def slots(self, problem: Problem) -> dict[str, int]:
-        """W of each kernel of a problem, asked of the GPU once a method and mask."""
+    def kernels(self, problem: Problem) -> list[Any]:
+        """The launches of a problem's kernels, made once a method and mask, at a small size."""
         kind = key(problem)[:2]
         if kind not in self.launches:
             small = levels.problem(*kind, SMALL_N, problem.tiling, d=problem.d)
             self.launches[kind] = levels.launched(small)
-        return levels.slots(self.launches[kind], self.SMs)
+        return self.launches[kind]
+
+    def point(self, name: Any, problem: Problem) -> dict[str, Any]:
+        """All levels of a problem, beside the model."""
+        kernels = self.kernels(problem)
+        return levels.point(
+            problem,
+            self.hardware[name],
+            levels.slots(kernels, self.SMs),
+            self.l2_bytes,
+            counted=name in self.counted,
+            code=levels.code(kernels),
+        )
 
     def run(self) -> Iterator[str]:
         """Measure group by group; before each, and after the last, say how far it is."""
@@ -145,10 +157,7 @@ class Sweep:
 
     def record(self, about: dict[str, Any]) -> dict[str, Any]:
         """Everything, as JSON takes it."""
-        points = [
-            levels.point(p, self.hardware[name], self.slots(p), self.l2_bytes, name in self.counted)
-            for name, p in self.problems.items()
-        ]
+        points = [self.point(name, p) for name, p in self.problems.items()]
         traffic = [row.as_dict() for rows in self.hardware.values() for row in rows]
         traffic += [row.as_dict() for rows in self.counted.values() for row in rows]
         occupancy = [

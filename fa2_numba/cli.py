@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fa2_numba.accounting.hardware import Case
     from fa2_numba.accounting.inputs import Inputs
+    from fa2_numba.accounting.proof import Proof
     from fa2_numba.accounting.sweep import Experiment, Sweep
     from fa2_numba.clock import Timeline
 
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("fa2_report"),
         help="folder to write (default: %(default)s)",
     )
+    report.add_argument("--ncu", metavar="PATH", help="Nsight Compute's ncu (default: searched)")
 
     check = command("check", run_check, "check every method's output on your own arrays")
     check.add_argument(
@@ -259,7 +261,7 @@ def _read(files: Sequence[str]) -> list["Inputs"]:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Sweep, then write the folder; an interrupted sweep keeps its finished part."""
+    """Sweep, ask the hardware, write the folder; what is interrupted keeps its finished part."""
     out, errors = _consoles()
     inputs = _read(arguments.input) if arguments.input else None
     folder: Path = arguments.output
@@ -270,28 +272,32 @@ def run_report(arguments: argparse.Namespace) -> int:
     _choose_backend(errors)
 
     from fa2_numba.accounting import report, tables, terminal
+    from fa2_numba.accounting.proof import Proof
     from fa2_numba.accounting.sweep import start
 
     sweep = start(inputs)
-    _show_progress(sweep, errors)
+    proof = Proof(sweep, arguments.ncu)
+    _show_progress(sweep, proof, errors)
     if sweep.stopped:
         errors.print(
             f"{sweep.stopped} after {sweep.done} of {sweep.total} experiments: the report has those"
         )
-    index = report.write(sweep, folder)
+    index = report.write(sweep, folder, proof)
     if arguments.json:
-        _print_json([row.as_dict() for row in sweep.table])
+        _print_json([row.as_dict() for row in report.table(sweep, proof)])
     else:
         out.print(terminal.summary(sweep, tables.growth(sweep.table, sweep.plan.setting)))
-        for line in (*sorted({e.input for e in sweep.exactness if " (" in e.input}), *sweep.notes):
+        parts = sorted({e.input for e in sweep.exactness if " (" in e.input})
+        for line in (*parts, *sweep.notes, *proof.lines()):
             out.print(line, soft_wrap=True)
-        out.print(f"{_verdict(sweep)} {sweep.seconds:.0f} s. Report: {index}", soft_wrap=True)
+        seconds = sweep.seconds + sum(proof.seconds.values())
+        out.print(f"{_verdict(sweep)} {seconds:.0f} s. Report: {index}", soft_wrap=True)
     if sweep.stopped:
         return INTERRUPTED
-    return OK if sweep.all_exact and sweep.all_equal else WRONG
+    return OK if sweep.all_exact and sweep.all_equal and proof.all_equal else WRONG
 
 
-def _show_progress(sweep: "Sweep", errors: "Console") -> None:
+def _show_progress(sweep: "Sweep", proof: "Proof", errors: "Console") -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -308,6 +314,8 @@ def _show_progress(sweep: "Sweep", errors: "Console") -> None:
         try:
             for label in sweep.run():
                 bar.update(task, total=sweep.total, completed=sweep.done, description=label)
+            for part in proof.run():
+                bar.update(task, completed=sweep.total, description=part)
         except KeyboardInterrupt:
             sweep.stopped = "Interrupted"
 

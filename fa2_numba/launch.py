@@ -7,6 +7,7 @@ operands are plain or counted is decided here, so no launcher knows.
 
 import contextlib
 import functools
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ TILE_NAMES = {"Q": "Q_i", "K": "K_j", "V": "V_j", "P": "P_ij", "M": "M", "R": "R
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, and what the GPU gives it; under the simulator the last three are 0.
+    """One launch, and what the GPU gives it; under the simulator the last four are 0.
 
     Attributes
     ----------
@@ -41,6 +42,8 @@ class Launch:
         Of one thread. Local memory holds what registers cannot.
     blocks_per_sm : int
         Blocks that fit on an SM at once.
+    code_bytes : int
+        Machine code, which the SMs fetch through L2 like data.
     """
 
     kernel: str
@@ -50,6 +53,7 @@ class Launch:
     registers: int
     local_bytes: int
     blocks_per_sm: int
+    code_bytes: int
 
 
 class Operands:
@@ -208,15 +212,15 @@ class Operands:
             raise ValueError(
                 f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
             )
-        function = launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
-        self._launched.append((kernel.__name__, function, blocks, threads, shared_bytes))
+        compiled = launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
+        self._launched.append((kernel.__name__, compiled, blocks, threads, shared_bytes))
 
     @property
     def launches(self) -> list[Launch]:
         """The launches so far, in order. The driver is asked now: a launch costs no host time."""
         return [
-            Launch(name, blocks, threads, size, *_resources(function, threads, size))
-            for name, function, blocks, threads, size in self._launched
+            Launch(name, blocks, threads, size, *_resources(compiled, threads, size))
+            for name, compiled, blocks, threads, size in self._launched
         ]
 
     def rows(self) -> list[Traffic]:
@@ -258,8 +262,8 @@ def launch(
 
     Returns
     -------
-    function
-        The compiled kernel as it is loaded on this device; None under the simulator.
+    Any
+        The compiled kernel; None under the simulator.
     """
     if simulator.ACTIVE:
         kernel[blocks, threads, stream, shared_bytes](*(simulator.argument(a) for a in args))
@@ -277,17 +281,28 @@ def launch(
             function.device.id,
         )
     compiled.launch(args, (blocks, 1, 1), (threads, 1, 1), _to_core_stream(stream), shared_bytes)
-    return function
+    return compiled
 
 
-def _resources(function: Any, threads: int, shared_bytes: int) -> tuple[int, int, int]:
-    """Registers and local bytes of a thread, blocks on an SM; 0 under the simulator."""
-    if function is None:
-        return 0, 0, 0
+def _resources(compiled: Any, threads: int, shared_bytes: int) -> tuple[int, int, int, int]:
+    """Registers and local bytes of a thread, blocks on an SM, bytes of code; 0 if simulated."""
+    if compiled is None:
+        return 0, 0, 0, 0
+    function = compiled._codelibrary.get_cufunc()
+    code = machine_code_bytes(bytes(compiled._codelibrary.get_cubin().code))
     context = function.module.context
     with on_device(context.device.id):
         blocks = context.get_active_blocks_per_multiprocessor(function, threads, shared_bytes)
-    return function.attrs.regs, function.attrs.local, int(blocks)
+    return function.attrs.regs, function.attrs.local, int(blocks), code
+
+
+def machine_code_bytes(cubin: bytes) -> int:
+    """Bytes of the executable sections of a cubin, which is a 64-bit ELF file."""
+    EXECUTABLE = 0x4  # SHF_EXECINSTR
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    sections = (struct.unpack_from("<8xQ8x8xQ", cubin, table + n * size) for n in range(count))
+    return sum(length for flags, length in sections if flags & EXECUTABLE)
 
 
 def _broadcast(array: Any, shape: tuple[int, ...]) -> Any:

@@ -273,9 +273,10 @@ else:
         passes, needed = np.int64(0), np.int64(0)
         for g in range(32 // together):
             most = np.int64(0)
-            for n in range(1, 33):  # ask for each possible number in turn
-                if cuda.ballot_sync(active, group == g and mine >= n) != 0:
-                    most = np.int64(n)
+            for bit in range(6):  # the greatest of 1 to 32, from its highest bit down
+                more = most + (np.int64(32) >> np.int64(bit))
+                if cuda.ballot_sync(active, group == g and mine >= more) != 0:
+                    most = more
             passes += most
             needed += 1 if most > 0 else 0
         if (active & below) == 0:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -644,6 +645,18 @@ def test_no_launch_is_told_where_none_was(backend: Backend) -> None:
     assert A.launches == []
 
 
+def elf(*sections: tuple[int, int]) -> bytes:
+    """A 64-bit ELF file with no more than these sections' (flags, size)."""
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64)
+    struct.pack_into("<HH", header, 0x3A, 64, len(sections))
+    table = (struct.pack("<8xQ8x8xQ24x", flags, size) for flags, size in sections)
+    return bytes(header) + b"".join(table)
+
+
+ELF = elf((0, 77), (0x6, 4096), (0x2, 999), (0x6, 128))
+
+
 def test_the_driver_is_asked_for_the_launch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -664,8 +677,12 @@ def test_the_driver_is_asked_for_the_launch_as_it_was(monkeypatch: pytest.Monkey
         entered.append(device)
         yield
 
+    library = SimpleNamespace(
+        get_cufunc=lambda: function, get_cubin=lambda: SimpleNamespace(code=ELF)
+    )
+    compiled = SimpleNamespace(_codelibrary=library)
     monkeypatch.setattr(launch, "on_device", on_device)
-    assert launch._resources(function, 128, 50_000) == (42, 16, 7)
+    assert launch._resources(compiled, 128, 50_000) == (42, 16, 7, 4096 + 128)
     assert asked == [(function, 128, 50_000)] and entered == [1]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from fa2_numba import api, hbm, masking, simulator
+from fa2_numba import api, clock, hbm, launch, masking, simulator, smem
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import BooleanArray, Table
@@ -68,6 +68,7 @@ class Code:
     stack: int
     local: int
     threads: int
+    code_bytes: int
 
     @property
     def opcodes(self) -> list[str]:
@@ -84,8 +85,8 @@ def compile_kernel(kernel: Any, types: tuple[Any, ...], threads: int, folder: Pa
     from numba.cuda import dispatcher
 
     compiled = dispatcher._Kernel(kernel.py_func, types, **kernel.targetoptions)
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(bytes(compiled._codelibrary.get_cubin().code))
+    cubin, code = folder / "kernel.cubin", bytes(compiled._codelibrary.get_cubin().code)
+    cubin.write_bytes(code)
 
     def say(name: str, *options: str) -> str:
         command = [tool(name), *options, str(cubin)]
@@ -96,20 +97,21 @@ def compile_kernel(kernel: Any, types: tuple[Any, ...], threads: int, folder: Pa
     )
     use = say("cuobjdump", "-res-usage")
     numbers = (int(re.search(rf"{n}:(\d+)", use)[1]) for n in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
-    return Code(kernel.py_func.__name__, tuple(lines), *numbers, threads)
+    name, size = kernel.py_func.__name__, launch.machine_code_bytes(code)
+    return Code(name, tuple(lines), *numbers, threads, size)
 
 
 class Compiled(Operands):
     """Operands that compile where others launch."""
 
-    def __init__(self, problem: Problem, folder: Path, counted: bool):
+    def __init__(self, problem: Problem, folder: Path, counted: bool, clocks: int = -1):
         acc = np.float64 if problem.dtype == "fp64" else np.float32
         arrays = {
             n: np.empty(problem.layout(n).shape, acc if n == "L" else STORAGE[problem.dtype])
             for n in "QKVOL"
         }
         super().__init__(problem, arrays, lambda s, t: (np.empty(s, t), None), 0, 1.0, counted)
-        self.folder = folder
+        self.folder, self.clocks = folder, clocks
         self.codes: list[Code] = []
         self._own(problem.mask.args)
         self._own(problem.score.args)
@@ -129,6 +131,13 @@ class Compiled(Operands):
             return array
         return counted_array(array, len(phases))
 
+    def clock(self, kernel: str, phases: tuple[str, ...], blocks: int, threads: int) -> Any:
+        rows = np.zeros((1, 1, clock.HEADER + len(phases)), np.int64)
+        return None if self.clocks < 0 else (rows, rows) if self.clocks else rows
+
+    def shared(self, kernel: str, tiles: str) -> Any:
+        return np.zeros((len(tiles), 2, smem.KINDS), np.int64) if self.counted else None
+
     def run(self, kernel: Any, blocks: int, threads: int, shared_bytes: int, *args: Any) -> None:
         types = tuple(kernel.typeof_pyval(arg) for arg in args)
         self.codes.append(compile_kernel(kernel, types, threads, self.folder))
@@ -147,12 +156,13 @@ def compiled(hopper: Path) -> Any:
         mask: masking.Mask | None = None,
         score: masking.Score | None = None,
         counted: bool = False,
+        clocks: int = -1,
         again: int = 0,
     ) -> list[Code]:
         tiling = tiling or choose(d, dtype, method, H200_SHARED_BYTES)
         mask, score = mask or masking.none(), score or masking.unchanged()
         problem = Problem(method, dtype, 1, 2, 1, N, N, d, tiling, mask, score)
-        operands = Compiled(problem, hopper, counted)
+        operands = Compiled(problem, hopper, counted, clocks)
         api.METHODS[method](problem, operands)
         return operands.codes
 
@@ -338,6 +348,55 @@ def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -
     for code in counted:
         assert code.using(ATOMIC), code.name
         assert code.using("MATCH") and code.using("VOTE"), code.name
+
+
+def test_code_is_as_long_as_its_instructions(compiled: Any) -> None:
+    for code in compiled("fa1", "fp32", 64):
+        assert code.code_bytes == 16 * len(code.instructions)
+
+
+# ---- so is timing -----------------------------------------------------------------------------
+
+CLOCK = "CS2R.*SR_CLOCKLO|S2UR.*SR_CLOCKLO"
+
+
+@pytest.mark.parametrize("method", api.METHODS)
+def test_plain_kernels_read_no_clock(compiled: Any, method: str) -> None:
+    for code in compiled(method, "fp32", 64):
+        assert not [x for x in code.instructions if re.search("SR_(CLOCK|GLOBALTIMER|SMID)", x)]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_clock_costs_no_spill_and_no_block(compiled: Any, d: int) -> None:
+    """The registers of fa2 stay those of the plain kernel, so does its occupancy."""
+    (plain,), (timed,) = compiled("fa2", "fp32", d), compiled("fa2", "fp32", d, clocks=0)
+    assert_clean([timed], "fp32")
+    assert timed.registers <= max(plain.registers, 255)
+    blocks = [REGISTERS_PER_SM // (-(-c.registers // 8) * 8 * c.threads) for c in (plain, timed)]
+    assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("clocks", [0, 1])
+def test_marks_stay_where_they_are_written(compiled: Any, clocks: int) -> None:
+    """Each mark follows its barrier at once, and loads and stores do not pass one.
+
+    In fa2 a tile has: K_j asked for, K_j stored, V_j asked for, V_j stored; a barrier and a mark,
+    four times.
+    """
+    (code,) = compiled("fa2", "fp32", 64, clocks=clocks)
+    seen = []
+    for x in code.instructions:
+        for what, pattern in (
+            ("clock", CLOCK), ("load", r"LDG\.E\.128"), ("store", r"STS\.128"), ("barrier", "BAR")
+        ):  # fmt: skip
+            if re.match(pattern, x) and (
+                not seen or what in ("clock", "barrier") or seen[-1] != what
+            ):
+                seen.append(what)
+    tile = ["load", "clock", "store", "clock"] * 2 + ["barrier", "clock"] * 4
+    text, pattern = " ".join(seen), " ".join(tile)
+    assert text.count(pattern) == 1, text
+    assert seen.count("clock") == 2 + 2 + 8 + 1 + 2  # begin; Q_i; a tile; epilogue; finish
 
 
 def counted_array(array: np.ndarray, phases: int = 1) -> hbm.Counted:

@@ -1,4 +1,4 @@
-"""The sweep, its figures and the report's folder, on a plan of seconds."""
+"""The sweep, its figures, what the hardware saw, and the report's folder, on a plan of seconds."""
 
 import csv
 import json
@@ -9,11 +9,24 @@ from html.parser import HTMLParser
 import pytest
 
 from fa2_numba import simulator
-from fa2_numba.accounting import plots, report, sweep, tables
+from fa2_numba.accounting import (
+    hardware,
+    levels,
+    plots,
+    proof,
+    report,
+    sweep,
+    tables,
+    timing,
+    verify,
+)
+from fa2_numba.accounting.hardware import Case, HardwareError, NotPermitted
 from fa2_numba.accounting.inputs import Inputs
-from fa2_numba.accounting.page import FILES, worst
+from fa2_numba.accounting.page import FILES, TRACE, VERIFY, worst
 from fa2_numba.accounting.page import page as write_page
+from fa2_numba.accounting.proof import COUNTERS, LEVELS, PHASES, Proof
 from fa2_numba.accounting.tables import Setting
+from fa2_numba.cli import main
 from fa2_numba.tiling import Tiling
 from fa2_numba.traffic import COLUMNS
 
@@ -36,6 +49,9 @@ def tiny_plan(backend="simulator", machine="the simulator (test)"):
             *(Tiling(B_r, 4, 2, 4) for B_r in (2, 4, 8)),
             *(Tiling(4, B_c, 4, 4) for B_c in (8, 12)),
         ),
+        small_N=8,
+        timed=(1, 8),
+        level_sizes=(4, 8),
         limits=(1, 1, 8),
     )
 
@@ -303,7 +319,8 @@ def test_the_page_says_where_linear_is_false(page):
 
 def without_figures(found):
     """The page of a sweep, quicker."""
-    return Page(write_page(found, [], [], tables.growth(found.table, found.plan.setting)))
+    growth = tables.growth(found.table, found.plan.setting)
+    return Page(write_page(found, Proof(found), [], [], growth))
 
 
 def test_an_interrupted_sweep_keeps_its_finished_part(tmp_path, monkeypatch):
@@ -375,3 +392,312 @@ def test_an_inexact_output_is_called_so(finished):
     assert not found.all_exact
     page = without_figures(found)
     assert page.table("error of O")[0][""] == "out: <far> off"
+
+
+# --- what the hardware saw -------------------------------------------------------------------
+
+TINY = (1, 2, 1, 7, 9, 4)  # d as in the tiny plan
+L2 = 2**20
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Figures of the counts are drawn elsewhere."""
+    monkeypatch.setattr("fa2_numba.accounting.plots.draw", lambda rows, plan: [])
+
+
+@pytest.fixture
+def as_if_gpu(monkeypatch, no_figures):
+    """A GPU with ncu whose counters read what was counted, and of DRAM what was issued, halved."""
+
+    def profile(cases, metrics, *, ncu=None, cache_control="all", optional=()):
+        assert (ncu, cache_control) == ("somewhere/ncu", "all")
+        if metrics == levels.METRICS:
+            problems = [
+                levels.problem("fa2", False, c.n_q, Tiling(*c.tiling), d=c.d) for c in cases
+            ]
+            return [
+                {"case": n, "kernel": "fa2", **dict.fromkeys(metrics, 64 * p.N_q)}
+                for n, p in enumerate(problems)
+            ]
+        names = {c.metric: (c.quantity, c.op) for c in hardware.COUNTERS}
+        return [
+            {"case": each.case, "kernel": each.kernel}
+            | {m: each.totals.get(names[m], 0) for m in metrics}
+            for each in verify.count(cases)
+        ]
+
+    def grid(methods):
+        cases = [Case(m, "fp32", *TINY, causal=True) for m in methods]
+        return [*cases, Case("fa2", "fp16", *TINY), Case("fa2", "fp32", *TINY, mask="boolean")]
+
+    monkeypatch.setattr(hardware, "require_gpu", lambda: None)
+    monkeypatch.setattr(hardware, "find_ncu", lambda given=None: "somewhere/ncu")
+    monkeypatch.setattr(hardware, "version", lambda ncu: "2025.3")
+    monkeypatch.setattr(hardware, "profile", profile)
+    monkeypatch.setattr(verify, "grid", grid)
+    monkeypatch.setattr(levels, "device", lambda: (132, L2))
+    monkeypatch.setattr(levels, "slots", lambda launches, SMs: {"fa2": 2 * SMs})
+
+
+def proved(found):
+    """The proof beside a sweep, run."""
+    made = Proof(found, "somewhere/ncu")
+    assert list(made.run()) == list(proof.PARTS)
+    assert set(made.seconds) == set(proof.PARTS)
+    return made
+
+
+def words(page):
+    return " ".join("".join(page.text).split())
+
+
+def test_without_a_gpu_the_simulator_counts_shared_memory_and_shows_the_phases(
+    finished, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(proof, "compile_ahead", lambda jobs: pytest.fail("nothing to compile"))
+    found = Proof(finished)
+    list(found.run())
+    index = report.write(finished, tmp_path, found)
+    page = Page(index.read_text())
+    assert {link for link in page.links if not link.startswith("#")} == {*FILES, TRACE}
+    assert "timeline" in page.ids and len(page.ids) == len(set(page.ids))
+    assert re.findall(r"https?:|//[a-z]|@import|<script|<link|url\((?!#)", index.read_text()) == []
+    for name in ("timeline.svg", "timeline.png"):
+        assert (tmp_path / "figures" / name).exists()
+
+    shared = page.table("tile", "wavefronts", "conflicts")
+    assert [(r["tile"], r[""]) for r in shared] == [
+        (x, f"{op}s") for x in ("Q_i", "K_j", "V_j", "P_ij") for op in ("load", "store")
+    ]
+    # Each of 8 x 8 scores is stored once, and all of K, 8 x 4, by both row tiles.
+    by = {(r["tile"], r[""]): int(r["elements"].replace(",", "")) for r in shared}
+    assert (by["P_ij", "stores"], by["K_j", "stores"]) == (8 * 8, 2 * 8 * 4)
+    phases = page.table("phase", "steps of a block", "share")
+    assert sum(float(r["share"].rstrip("%")) for r in phases) == pytest.approx(100, abs=5)
+    assert "emulated steps, no time" in words(page)
+    events = json.loads((tmp_path / TRACE).read_text())
+    assert events["metadata"]["source"] == "emulated steps, no time"
+    assert {e["name"] for e in events["traceEvents"] if e["ph"] == "X"} >= {"softmax", "P V"}
+
+    assert set(found.missing) == {COUNTERS, LEVELS}
+    assert "only a GPU has counters; fa2-numba doctor says why" in words(page)
+    assert "Not read, for the same reason." in words(page)
+    assert not (tmp_path / VERIFY).exists()
+    assert found.all_equal
+    (line,) = found.lines()
+    assert line.startswith("Hardware counters, memory levels: no GPU can be used")
+
+
+def test_counters_that_agree_are_on_the_page_and_in_the_folder(finished, tmp_path, as_if_gpu):
+    found = proved(finished)
+    assert found.missing == {}
+    # Of the grid, what the sweep's kernels can run, in its tiling.
+    assert [(c.method, c.tiling) for c in found.cases] == [
+        (method, (4, 4, 4, 4)) for method in tables.METHODS
+    ]
+    page = Page(report.write(finished, tmp_path, found).read_text())
+    assert {link for link in page.links if not link.startswith("#")} == {*FILES, VERIFY, TRACE}
+    launches = page.table("kernel", "bytes, loads", "differ")
+    names = ["standard_scores", "standard_softmax", "standard_output"]
+    names += ["fa1_init", "fa1_loop", "fa1_finish", "fa2"]
+    assert [row["kernel"] for row in launches] == names
+    exact = sum(counter.exact for counter in hardware.COUNTERS)
+    assert {row["differ"] for row in launches} == {f"0 of {exact}"}
+    record = json.loads((tmp_path / VERIFY).read_text())
+    numbers = [record[n] for n in ("ncu", "launches", "numbers", "differences")]
+    assert numbers == ["2025.3", 7, 7 * exact, 0]
+    assert [Case.from_json(case) for case in record["cases"]] == found.cases
+    for row, name in zip(launches, names, strict=True):
+        (read,) = (
+            r["hardware"] for r in record["rows"]
+            if (r["kernel"], r["quantity"], r["op"]) == (name, "sectors", "load")
+        )  # fmt: skip
+        assert row["sectors, loads"] == f"{read:,}"
+    text = words(page)
+    told = f"{7 * exact} of {7 * exact} counted numbers equal the hardware's, in 7 launches."
+    assert text.count(told) == 2
+    assert "Read by ncu 2025.3" in text
+    assert found.lines()[0] == told
+
+
+def test_levels_are_in_the_table_with_the_model_beside_them(finished, tmp_path, as_if_gpu):
+    found = proved(finished)
+    page = Page(report.write(finished, tmp_path, found).read_text())
+    rows = page.table("N", "L2 to SM", "DRAM / model")
+    assert [row["N"] for row in rows] == ["4", "8"]
+    for row, point in zip(rows, found.points, strict=True):
+        N = point["n_q"]
+        assert point["counted"]
+        assert row["issued"] == plots.size(point["loads"]["issued"])
+        assert row["DRAM"] == plots.size(64 * N)
+        assert row["DRAM / model"] == f"{64 * N / (3 * N * 4 * 4):.3f}"
+        assert row["in domain"] == "yes"
+    assert "issued: counted" in words(page)
+    assert "Section 3 has what DRAM sent" in words(page)
+    assert "not measured here" not in words(page)
+    written = json.loads((tmp_path / "traffic.json").read_text())
+    seen = [row for row in written if row["source"] == "hardware"]
+    assert [(r["n_q"], r["level"], r["op"]) for r in seen] == [
+        (N, level, op) for N in (4, 8) for level in levels.LEVELS[1:] for op in ("load", "store")
+    ]
+    assert len(written) == len(finished.table) + len(seen)
+    checks = json.loads((tmp_path / "checks.json").read_text())
+    assert checks["hardware"]["levels"] == found.points
+    assert "1.333 at N = 4" in found.lines()[1]
+
+
+def test_an_issued_level_that_was_not_counted_is_called_predicted(as_if_gpu, tmp_path):
+    found = proved(tiny_sweep())
+    assert [point["counted"] for point in found.points] == [False, False]
+    page = Page(report.write(found.sweep, tmp_path, found).read_text())
+    assert "issued: predicted" in words(page)
+
+
+def test_a_difference_is_shown_and_ends_with_1(as_if_gpu, tmp_path, capsys, monkeypatch):
+    honest = hardware.profile
+
+    def off_by_one(cases, metrics, **options):
+        read = honest(cases, metrics, **options)
+        read[-1][hardware.COUNTERS[0].metric] = read[-1].get(hardware.COUNTERS[0].metric, 0) + 1
+        return read
+
+    monkeypatch.setattr(hardware, "profile", off_by_one)
+    monkeypatch.setattr(sweep, "plan", lambda *here: tiny_plan(*here))
+    monkeypatch.setattr(sweep, "shipped", list)
+    assert main(["report", "--output", str(tmp_path), "--ncu", "somewhere/ncu"]) == 1
+    out = capsys.readouterr().out
+    assert "differs: fa2, fp32, causal, 1 × 2/1 × 7 × 9, d 4, fa2: bytes (load) counted" in out
+    exact = sum(counter.exact for counter in hardware.COUNTERS)
+    assert f"{7 * exact - 1} of {7 * exact} counted numbers" in out
+    page = Page((tmp_path / "index.html").read_text())
+    assert [r["differ"] for r in page.table("kernel", "bytes, loads")][-1] == f"1 of {exact}"
+    assert "differs: fa2, fp32" in words(page)
+    assert 'class="verdict no"' in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotPermitted("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root"),
+        HardwareError("ncu: not in PATH; install NVIDIA Nsight Compute"),
+    ],
+)
+def test_counters_that_cannot_be_read_stop_no_report(
+    as_if_gpu, tmp_path, capsys, monkeypatch, error
+):
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(hardware, "profile", refuse)
+    monkeypatch.setattr(sweep, "plan", lambda *here: tiny_plan(*here))
+    monkeypatch.setattr(sweep, "shipped", list)
+    assert main(["report", "--output", str(tmp_path), "--ncu", "somewhere/ncu"]) == 0
+    assert f"Hardware counters, memory levels: {error}." in capsys.readouterr().out
+    text = words(Page((tmp_path / "index.html").read_text()))
+    assert f"Not compared with the hardware: {error}." in text
+    assert "counted numbers equal the hardware's" not in text
+    checks = json.loads((tmp_path / "checks.json").read_text())
+    assert checks["hardware"]["missing"] == {COUNTERS: str(error), LEVELS: str(error)}
+
+
+def test_what_permission_keeps_back_is_said(finished, tmp_path, as_if_gpu, monkeypatch):
+    honest = hardware.profile
+
+    def patched_only(cases, metrics, **options):
+        if not all("__sass_" in metric for metric in metrics):
+            raise NotPermitted("this user may not read the GPU's counters")
+        plain = {c.patched: c.metric for c in hardware.COUNTERS if c.patched}
+        read = honest(cases, [plain[m] for m in metrics], **options)
+        return [
+            {"case": r["case"], "kernel": r["kernel"], **{m: r[plain[m]] for m in metrics}}
+            for r in read
+        ]
+
+    monkeypatch.setattr(hardware, "profile", patched_only)
+    found = proved(finished)
+    page = Page(report.write(finished, tmp_path, found).read_text())
+    assert "Not compared: instructions (load)" in words(page)
+    assert {row["requests, loads"] for row in page.table("kernel", "bytes, loads")} == {""}
+    assert found.missing == {LEVELS: "this user may not read the GPU's counters"}
+    assert "Not read: this user may not read the GPU's counters." in words(page)
+
+
+def test_any_other_failure_is_shown_with_its_kind_and_stops_no_part(
+    finished, tmp_path, as_if_gpu, monkeypatch
+):
+    def broken(*arguments, **options):
+        raise ValueError("fa2: the timer stood still while a block ran")
+
+    monkeypatch.setattr(timing, "time_phases", broken)
+    found = proved(finished)
+    assert set(found.missing) == {PHASES}
+    page = Page(report.write(finished, tmp_path, found).read_text())
+    told = "ValueError: fa2: the timer stood still while a block ran"
+    assert f"Not timed: {told}." in words(page)
+    assert f"Phases: {told}." in found.lines()
+    assert not (tmp_path / TRACE).exists()
+    assert page.table("tile", "conflicts")
+
+
+def test_a_timed_gpu_has_cycles_and_what_they_cost(finished, tmp_path, as_if_gpu, monkeypatch):
+    honest = timing.time_phases
+
+    def timed(*arrays, **options):
+        found = honest(*arrays, **options)
+        ms = {"plain": 2.0, "timed": 2.1, "kept": 2.5}
+        ratio = {"plain": 0.0, "timed": 0.05, "kept": 0.25}
+        cost = timing.Overhead(ms, dict.fromkeys(ms, 0.0), ratio, 5, 20, 0.1)
+        return replace(found, emulated=False, overhead=cost, warnings=("fa2: the clock changed",))
+
+    monkeypatch.setattr(timing, "time_phases", timed)
+    found = proved(finished)
+    page = Page(report.write(finished, tmp_path, found).read_text())
+    for row, phase in zip(page.table("cycles of a block", "ns"), found.phases.rows, strict=True):
+        assert row["phase"] == phase.phase
+        assert row["cycles of a block"] == f"{phase.cycles:,.0f}"
+    text = words(page)
+    assert "2 ms with the plain kernel, 2.1 ms (+5.0%) with the clock, 2.5 ms (+25.0%)" in text
+    assert "fa2: the clock changed." in text
+    assert "Phases: fa2: the clock changed." in found.lines()
+
+
+def test_files_of_an_earlier_report_are_gone(finished, tmp_path, no_figures):
+    for name in (VERIFY, TRACE):
+        (tmp_path / name).write_text("of an earlier report")
+    page = Page(report.write(finished, tmp_path).read_text())
+    assert not (tmp_path / VERIFY).exists() and not (tmp_path / TRACE).exists()
+    assert words(page).count("the report ended before") == 4
+
+
+def test_a_report_interrupted_at_the_hardware_keeps_the_sweep(
+    tmp_path, capsys, monkeypatch, no_figures
+):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Proof, "_time", interrupted)
+    monkeypatch.setattr(sweep, "plan", lambda *here: tiny_plan(*here))
+    monkeypatch.setattr(sweep, "shipped", list)
+    assert main(["report", "--output", str(tmp_path)]) == 130
+    checks = json.loads((tmp_path / "checks.json").read_text())
+    assert checks["experiments"]["done"] == checks["experiments"]["planned"] > 0
+    assert checks["hardware"]["shared"] and checks["hardware"]["phases"] is None
+
+
+def test_on_a_gpu_every_kernel_is_compiled_ahead(as_if_gpu, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(proof, "compile_ahead", jobs.extend)
+    found = Proof(sweep.Sweep(tiny_plan("gpu", "a GPU"), []))
+    next(parts := found.run())
+    next(parts)  # the first part is done
+    wanted = {"counted on chip", "timed", "timed and kept", "plain"}
+    assert {how for how, _ in jobs} == wanted == set(proof._RUNS)
+    assert [case for how, case in jobs if how == "plain"][1:] == found.cases
+    for how, case in jobs:
+        proof._run(how, case)  # what a process of the pool does
+
+
+def test_kernels_are_compiled_by_other_processes_and_failures_are_left_to_who_needs_them(tmp_path):
+    case = Case("fa2", "fp32", *TINY, tiling=(4, 4, 4, 4))
+    proof.compile_ahead([("plain", case), ("plain", replace(case, tiling=(4, 4, 3, 4)))])

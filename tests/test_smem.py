@@ -1,5 +1,6 @@
 """Shared-memory tiles that count: the rule of the banks, and the counts of a warp."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,12 @@ def test_widest():
 # ---- counts -----------------------------------------------------------------------------------
 
 
-def probe(width: int, op: int, lanes: int) -> Any:
+@functools.cache
+def probe(width: int, op: int) -> Any:
     tile = smem.shared_tile(1, 1024, np.float32, 0, row=1)
     move = smem.vector_load(width) if op == LOAD else smem.vector_store(width)
 
-    def kernel(first, out, shared):
+    def kernel(first, out, lanes, shared):
         T, lane = tile(shared), cuda.threadIdx.x
         x = cuda.local.array(width, np.float32)
         for c in range(width):
@@ -77,7 +79,7 @@ def counted(backend: Backend, places: list[int], width: int, op: int) -> tuple[i
     first[: len(places)] = [place * width for place in places]
     tally = smem.SharedTally(2)
     arguments = [backend.to_device(first), backend.to_device(out)]
-    launch.launch(probe(width, op, len(places)), 1, 32, 0, 4096, *arguments, tally.argument)
+    launch.launch(probe(width, op), 1, 32, 0, 4096, *arguments, len(places), tally.argument)
     counts = tally.counts()
     assert not counts[0].any() and not counts[1, 1 - op].any()
     return tuple(int(n) for n in counts[1, op])

@@ -7,11 +7,13 @@ light and dark mode, and nothing is loaded from anywhere.
 import html
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-from fa2_numba.accounting import tables
+from fa2_numba.accounting import levels, tables, verify
 from fa2_numba.accounting.exactness import Exactness
 from fa2_numba.accounting.inputs import short
-from fa2_numba.accounting.plots import Drawing, length
+from fa2_numba.accounting.plots import Drawing, length, size
+from fa2_numba.accounting.proof import COUNTERS, LEVELS, PHASES, SHARED, Proof
 from fa2_numba.accounting.sweep import (
     CHECK_ALL_UP_TO,
     ROWS_CHECKED,
@@ -20,10 +22,21 @@ from fa2_numba.accounting.sweep import (
     problem,
 )
 from fa2_numba.accounting.tables import Growth, Variant
+from fa2_numba.accounting.timing import PhaseTable
 from fa2_numba.io_model import closed_form
 from fa2_numba.tiling import Tiling, acc_bytes
 
 FILES = ("traffic.csv", "traffic.json", "checks.json")
+VERIFY, TRACE = "verify.json", "trace.json"
+_SHOWN = tuple(
+    (quantity, op) for quantity in ("bytes", "requests", "sectors") for op in verify.ISSUED
+)
+
+
+def files(proof: Proof) -> list[str]:
+    """The files beside the page."""
+    return [*FILES, *[VERIFY] * (proof.verification is not None), *[TRACE] * bool(proof.phases)]
+
 
 _CSS = """
 :root{color-scheme:light dark;--page:#fdfdfc;--ink:#222;--soft:#666;--faint:#d9d9d9;--band:#f0f0ee;
@@ -35,6 +48,7 @@ body{margin:0 auto;max-width:64rem;padding:2rem 1rem 4rem;background:var(--page)
 font:1rem/1.55 system-ui,sans-serif}
 h1{font-size:1.7rem;line-height:1.2;margin:0 0 .3rem}
 h2{font-size:1.25rem;margin:2.8rem 0 .6rem}
+h3{font-size:1.05rem;margin:2rem 0 .4rem}
 p,li{max-width:46rem}
 .above{margin:1.2rem 0 0}.above+.wide{margin-top:.3rem}
 .soft,figcaption{color:var(--soft);font-size:.9rem}
@@ -64,13 +78,19 @@ _COLOURS = {
 
 
 def page(
-    sweep: Sweep, drawings: Sequence[Drawing], svgs: Sequence[str], growth: list[Growth]
+    sweep: Sweep,
+    proof: Proof,
+    drawings: Sequence[Drawing],
+    svgs: Sequence[str],
+    growth: list[Growth],
 ) -> str:
     """The page.
 
     Parameters
     ----------
     sweep : Sweep
+    proof : Proof
+        Run or not.
     drawings : list of Drawing
     svgs : list of str
         The text of each drawing's SVG file.
@@ -84,12 +104,13 @@ def page(
     """
     figures = {d.name: _figure(d, svg) for d, svg in zip(drawings, svgs, strict=True)}
     body = [
-        _head(sweep),
+        _head(sweep, proof),
         _exact(sweep),
         _counted(sweep, figures),
+        _hardware(proof, figures),
         _theory(sweep, growth, figures),
-        _linear(sweep, growth),
-        _limits(sweep),
+        _linear(sweep, proof, growth),
+        _limits(sweep, proof),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -178,7 +199,7 @@ def _small(x: float | None) -> str:
 # The story ----------------------------------------------------------------------------------------
 
 
-def _head(sweep: Sweep) -> str:
+def _head(sweep: Sweep, proof: Proof) -> str:
     rows = sum(c.rows for c in sweep.comparisons)
     wrong = sum(c.differences for c in sweep.comparisons)
     exact = sum(e.exact for e in sweep.exactness)
@@ -186,10 +207,10 @@ def _head(sweep: Sweep) -> str:
     if sweep.stopped:
         stopped = _p(
             f"""<b>{_text(sweep.stopped)}.</b> {sweep.done} of {sweep.total} experiments were
-            finished. This page shows those, and lacks what needs the others.""",
+            finished. This page shows those, and lacks what was to come.""",
             "stopped",
         )
-    links = ", ".join(f'<a href="{name}">{name}</a>' for name in FILES)
+    links = ", ".join(f'<a href="{name}">{name}</a>' for name in files(proof))
     about = _p(
         f"""Standard attention, FlashAttention (FA1) and FlashAttention-2 (FA2): counted on
         {_text(sweep.plan.machine)} by the kernels that computed the outputs, and predicted by
@@ -199,10 +220,14 @@ def _head(sweep: Sweep) -> str:
     verdict = _p(
         f"""{exact} of {len(sweep.exactness)} outputs are within the error of their own precision.
         {_integer(rows - wrong)} of {_integer(rows)} counted rows equal their prediction, as
-        integers.""",
-        "verdict" if sweep.all_exact and sweep.all_equal else "verdict no",
+        integers.{_witness(proof)}""",
+        "verdict" if sweep.all_exact and sweep.all_equal and proof.all_equal else "verdict no",
     )
     return f"<h1>What attention moves through global memory</h1>{about}{stopped}{verdict}"
+
+
+def _witness(proof: Proof) -> str:
+    return f" {_text(verify.summary(proof.verification)[-1])}" if proof.verification else ""
 
 
 def worst(found: Iterable[Exactness]) -> list[Exactness]:
@@ -314,6 +339,186 @@ def _runs(sweep: Sweep) -> str:
     return _table("", (*header, "bytes counted", "bytes predicted"), rows, 3)
 
 
+# The hardware ------------------------------------------------------------------------------------
+
+
+def _hardware(proof: Proof, figures: dict[str, str]) -> str:
+    parts = (_verified(proof), _levels(proof), _shared(proof), _phases(proof, figures))
+    return f"<h2>3. What the hardware saw</h2>{''.join(parts)}"
+
+
+def _missing(proof: Proof, part: str, what: str) -> str:
+    """Why a part is not here."""
+    why = _text(proof.missing.get(part, "the report ended before"))
+    return _p(f"""<b>{what}</b>: {why}.""", "stopped")
+
+
+def _verified(proof: Proof) -> str:
+    intro = _p(
+        """Counting is code of this package, in kernels that are not the ones you run. The GPU's own
+        counters are a witness that is neither: NVIDIA's Nsight Compute (ncu) reads them while the
+        plain kernels run, and launch by launch they must be the same integers."""
+    )
+    found = proof.verification
+    if found is None:
+        advice = "" if COUNTERS not in proof.missing else _p(
+            """Where a GPU and ncu can be used, <code>fa2-numba report</code> does this, and
+            <code>fa2-numba verify</code> does it alone."""
+        )  # fmt: skip
+        return intro + _missing(proof, COUNTERS, "Not compared with the hardware") + advice
+    told = "".join(
+        _p(_text(line), "" if proof.all_equal else "no") for line in verify.summary(found)
+    )
+    rows, differing = [], found.differing
+    for _, group in groupby(found.rows, lambda row: row.launch):
+        launch = list(group)
+        p, read = launch[0].problem, {(r.quantity, r.op): r.hardware for r in launch}
+        wrong, compared = sum(r in differing for r in launch), sum(r.exact for r in launch)
+        rows.append(
+            (
+                Variant(p["method"]).label,
+                p["mask"],
+                verify.sizes(p),
+                launch[0].kernel,
+                *(f"{read[key]:,}" if key in read else "" for key in _SHOWN),
+                _verdict(not wrong, f"0 of {compared}", f"{wrong} of {compared}"),
+            )
+        )
+    header = ["method", "mask", "B × H × N_q × N_k", "kernel"]
+    header += [f"{quantity}, {op}s" for quantity, op in _SHOWN]
+    table = _table(
+        f"Read by ncu {proof.ncu_version}; the last column says how many numbers of a launch "
+        f"differ from the count",
+        (*header, "differ"),
+        rows,
+        4,
+    )
+    return intro + told + table
+
+
+def _levels(proof: Proof) -> str:
+    title = "<h3>Below the warps: L2 and DRAM</h3>"
+    if not proof.points:
+        why = proof.missing.get(LEVELS)
+        if why is not None and why == proof.missing.get(COUNTERS):
+            return title + _p("Not read, for the same reason.")
+        return title + _missing(proof, LEVELS, "Not read")
+    intro = _p(
+        """What warps issue is one level. Part of it hits in L1, part of the rest in L2, and DRAM
+        sends what is left. Each kernel started with empty caches. The model of DRAM supposes that
+        blocks run in waves, and that those of a wave read a tile of K and V together. A point is in
+        its domain where the model has one answer, however much of L2 keeps what is read again, and
+        blocks need not keep in step for it. Loads alone: of the stores a part stays in L2."""
+    )
+    rows = [
+        (
+            f"{p['n_q']:,}",
+            *(size(p["loads"][level]) for level in levels.LEVELS),
+            size(p["model"]["loads"]),
+            f"{p['ratio']:.3f}",
+            "yes" if p["in_domain"] else "no",
+            size(p["compulsory"]),
+        )
+        for p in proof.points
+    ]
+    s = proof.sweep.plan.setting
+    table = _table(
+        f"Bytes loaded by FA2, one head, {s}; issued: "
+        f"{'counted' if all(p['counted'] for p in proof.points) else 'predicted'}, the other "
+        f"levels: read by ncu",
+        ("N", *levels.LEVELS, "model of DRAM", "DRAM / model", "in domain", "Q, K, V once"),
+        rows,
+        0,
+    )
+    return title + intro + table
+
+
+def _shared(proof: Proof) -> str:
+    title = "<h3>On chip: shared memory</h3>"
+    if not proof.shared:
+        return title + _missing(proof, SHARED, "Not counted")
+    intro = _p(
+        """Each score is a sum of d products of elements of Q_i and K_j, which come from shared
+        memory. The same kernels count that, too. Elements are those of all lanes; bytes those of
+        the distinct words that a warp instruction asks for; a wavefront is one pass over the 32
+        banks, and a conflict is one that better places of the words would save."""
+    )
+    rows = [
+        (r.tile, f"{r.op}s", *map(_integer, (r.elements, r.requests, r.bytes, r.wavefronts)),
+         _integer(r.conflicts))
+        for r in proof.shared
+    ]  # fmt: skip
+    plan = proof.sweep.plan
+    table = _table(
+        f"Level: shared memory. Counted on {plan.machine}: FA2, one head, N = {plan.small_N}, "
+        f"{plan.setting}",
+        ("tile", "", "elements", "warp requests", "bytes", "wavefronts", "conflicts"),
+        rows,
+        2,
+    )
+    return title + intro + table
+
+
+def _phases(proof: Proof, figures: dict[str, str]) -> str:
+    title, found = "<h3>Where the cycles go</h3>", proof.phases
+    if found is None:
+        return title + _missing(proof, PHASES, "Not timed")
+    numbers: list[tuple[str, ...]]
+    if found.emulated:
+        intro = _p(
+            """There is no clock here. The timeline is made of emulated steps, no time: the
+            simulator's clock steps each time that a thread reads it. It shows the order of the
+            phases, and nothing of how long they take."""
+        )
+        header = ["steps of a block", "share", "visits"]
+        numbers = [(_number(r.cycles), f"{r.share:.1%}", _number(r.visits)) for r in found.rows]
+    else:
+        intro = _p(
+            f"""The same kernel, compiled with a clock: each warp reads its SM's cycle counter where
+            a phase ends. Cycles are those of a block, the mean of its warps. {_cost(found)}"""
+        )
+        intro += "".join(_p(_text(warning) + ".", "stopped") for warning in found.warnings)
+        header = ["cycles of a block", "IQR", "less marks", "share", "visits", "cycles per visit"]
+        header += ["ns"]
+        numbers = [
+            (
+                *map(_number, (r.cycles, r.iqr, r.corrected)),
+                f"{r.share:.1%}",
+                *map(_number, (r.visits, r.cycles_per_visit, r.ns)),
+            )
+            for r in found.rows
+        ]
+    heads, N = proof.sweep.plan.timed
+    table = _table(
+        f"FA2, {'one head' if heads == 1 else f'{heads} heads'}, N = {N:,}, "
+        f"{proof.sweep.plan.setting}"
+        + ("" if found.emulated else f"; medians of {found.repeats} launches"),
+        ("kernel", "phase", *header),
+        [(r.kernel, r.phase, *n) for r, n in zip(found.rows, numbers, strict=True)],
+        2,
+    )
+    opened = _p(f"{TRACE} holds the launch for Perfetto (ui.perfetto.dev).", "soft")
+    return title + intro + table + figures.get("timeline", "") + opened
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:,.0f}"
+
+
+def _cost(found: PhaseTable) -> str:
+    """What the phases cover, and what timing them costs."""
+    covered = min((k.covered for k in found.kernels), default=0)
+    said = f"The phases cover {covered:.1%} of the time that a block is on its SM."
+    if found.overhead:
+        ms, ratio = found.overhead.milliseconds, found.overhead.ratio
+        said += (
+            f" One call takes {ms['plain']:.4g} ms with the plain kernel, {ms['timed']:.4g} ms "
+            f"({ratio['timed']:+.1%}) with the clock, {ms['kept']:.4g} ms ({ratio['kept']:+.1%}) "
+            "where each mark is kept, as for the timeline."
+        )
+    return said
+
+
 def _theory(sweep: Sweep, growth: list[Growth], figures: dict[str, str]) -> str:
     intro = _p(
         """For one head with N queries and N keys, in elements, with T_r = N / B_r query tiles and
@@ -328,7 +533,7 @@ def _theory(sweep: Sweep, growth: list[Growth], figures: dict[str, str]) -> str:
     names = ("growth", "growth_gpu_tiles", "tiles", "causal")
     shown = "".join(figures.get(name, "") for name in names)
     slopes = f"<details><summary>All fitted exponents</summary>{_slopes(growth)}</details>"
-    return f"<h2>3. What theory says</h2>{intro}{_forms(sweep)}{theorem}{shown}{slopes}"
+    return f"<h2>4. What theory says</h2>{intro}{_forms(sweep)}{theorem}{shown}{slopes}"
 
 
 def formulas(variant: Variant, tiling: Tiling) -> tuple[str, str]:
@@ -409,7 +614,7 @@ def _fit(growth: list[Growth], v: Variant, quantity: str, source: str) -> tuple[
     return str(fit), f"N = {length(fit.first_N)} to {length(fit.last_N)}"
 
 
-def _linear(sweep: Sweep, growth: list[Growth]) -> str:
+def _linear(sweep: Sweep, proof: Proof, growth: list[Growth]) -> str:
     yes, no = '<span class="yes">linear</span>', '<span class="no">quadratic</span>'
     rows = []
     for what, elements, quantity, verdict in (
@@ -445,20 +650,30 @@ def _linear(sweep: Sweep, growth: list[Growth]) -> str:
         standard attention as N grows. A larger B_r makes that more; B_c does not enter."""
     )
     dram = _p(
-        """A load that is issued need not reach DRAM. Query tiles of one head that run at the same
+        f"""A load that is issued need not reach DRAM. Query tiles of one head that run at the same
         time ask for the same keys, and a cache may serve all but the first. As long as it does,
-        DRAM traffic may be linear in N where issued loads are not. That is not measured here, and
-        so not claimed."""
+        DRAM traffic may be linear in N where issued loads are not. {_of_dram(proof)}"""
     )
-    title = "<h2>4. Where O(Nd) is true, and where it is not</h2>"
+    title = "<h2>5. Where O(Nd) is true, and where it is not</h2>"
     return f"{title}{table}{false}{constant}{dram}"
 
 
-def _limits(sweep: Sweep) -> str:
+def _of_dram(proof: Proof) -> str:
+    if not proof.points:
+        return "That is not measured here, and so not claimed."
+    return "Section 3 has what DRAM sent, and how far a model of waves of blocks foretells it."
+
+
+def _limits(sweep: Sweep, proof: Proof) -> str:
     plan = sweep.plan
+    below = (
+        "L2 and DRAM were read for FA2 alone, at a few N, each kernel with empty caches."
+        if proof.points
+        else "L2 and DRAM are neither measured nor modelled here."
+    )
     items = [
-        """The level is <b>issued</b>, in every number and figure: loads and stores of global memory
-        as warps issue them. L2 and DRAM are neither measured nor modelled here.""",
+        f"""The level is <b>issued</b>, in every number and figure but those of section 3: loads and
+        stores of global memory as warps issue them. {below}""",
         """The kernels are the readable ones of this package, forward only, and all methods have the
         same tiles. Other kernels and other tiles move other amounts.""",
     ]
@@ -479,4 +694,4 @@ def _limits(sweep: Sweep) -> str:
         items.append(f"Of the real input a part was run: {_text('; '.join(parts))}.")
     items += [_text(note) + "." for note in sweep.notes]
     points = "".join(f"<li>{' '.join(item.split())}</li>" for item in items)
-    return f"<h2>5. Limits</h2><ul>{points}</ul>"
+    return f"<h2>6. Limits</h2><ul>{points}</ul>"

@@ -1,24 +1,27 @@
-"""The report's folder: the table, the checks, the figures and the page."""
+"""The report's folder: the table, the checks, the figures, what the hardware saw, and the page."""
 
 import csv
 import json
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from fa2_numba.accounting import plots, tables
-from fa2_numba.accounting.page import page
+from fa2_numba.accounting import plots, tables, trace
+from fa2_numba.accounting.page import TRACE, VERIFY, page
+from fa2_numba.accounting.proof import Proof
 from fa2_numba.accounting.sweep import Sweep
 from fa2_numba.traffic import COLUMNS, Traffic
 
 
-def write(sweep: Sweep, folder: Path) -> Path:
+def write(sweep: Sweep, folder: Path, proof: Proof | None = None) -> Path:
     """Write everything a sweep found, finished or not.
 
     ::
 
         traffic.json, traffic.csv   the tidy table
         checks.json                 machine, exactness, comparisons, fits, what was left out
+        verify.json                 counted against hardware numbers, where that was possible
+        trace.json                  the phases of one launch, for Perfetto
         figures/NAME.svg, .png
         index.html                  the page, which needs none of the others
 
@@ -27,6 +30,8 @@ def write(sweep: Sweep, folder: Path) -> Path:
     sweep : Sweep
     folder : Path
         Made if it does not exist; files of an earlier report in it are replaced.
+    proof : Proof, optional
+        What stands beside the sweep; default: one that was not run.
 
     Returns
     -------
@@ -35,19 +40,61 @@ def write(sweep: Sweep, folder: Path) -> Path:
     """
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    rows = sweep.table
+    proof = proof or Proof(sweep)
+    rows = table(sweep, proof)
     write_json(rows, folder / "traffic.json")
     write_csv(rows, folder / "traffic.csv")
     growth = tables.growth(rows, sweep.plan.setting)
-    (folder / "checks.json").write_text(json.dumps(checks(sweep, growth), indent=1) + "\n")
-    drawings = plots.draw(rows, sweep.plan)
-    for name in plots.NAMES:
+    found = checks(sweep, growth) | {"hardware": proof.as_dict()}
+    (folder / "checks.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_proof(proof, folder)
+    drawings = [*plots.draw(rows, sweep.plan), *timeline(proof)]
+    for name in (*plots.NAMES, "timeline"):
         for suffix in (".svg", ".png"):
             (figures / f"{name}{suffix}").unlink(missing_ok=True)
     svgs = [plots.save(drawing, figures)[0].read_text() for drawing in drawings]
     index = folder / "index.html"
-    index.write_text(page(sweep, drawings, svgs, growth), encoding="utf-8")
+    index.write_text(page(sweep, proof, drawings, svgs, growth), encoding="utf-8")
     return index
+
+
+def table(sweep: Sweep, proof: Proof) -> list[Traffic]:
+    """The tidy table: predicted, counted and hardware rows."""
+    return [*sweep.table, *proof.rows]
+
+
+def timeline(proof: Proof) -> list[plots.Drawing]:
+    """The Gantt chart of the longest timed kernel, if one was timed."""
+    if not proof.phases:
+        return []
+    drawing = trace.gantt(max(proof.phases.timelines, key=lambda t: int(t.cycles.sum())))
+    drawing.figure.supxlabel("")  # the page has the caption as text
+    return [drawing]
+
+
+def write_proof(proof: Proof, folder: Path) -> None:
+    """``verify.json`` and ``trace.json``, each if there is something in it, else none."""
+    for name in (VERIFY, TRACE):
+        (folder / name).unlink(missing_ok=True)
+    if proof.verification:
+        rows = [row.as_dict() for row in proof.verification.rows]
+        about = {"ncu": proof.ncu_version, **(proof.as_dict()["verified"] or {})}
+        record = {**about, "cases": [asdict(case) for case in proof.cases], "rows": rows}
+        (folder / VERIFY).write_text(_by_line(record))
+    if proof.phases:
+        (folder / TRACE).write_text(json.dumps(trace.chrome_trace(proof.phases.timelines)) + "\n")
+
+
+def _by_line(record: dict[str, Any]) -> str:
+    """A JSON object, an item of its lists a line."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+
+    lines = ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in record.items())
+    return f"{{\n {lines}\n}}\n"
 
 
 def write_json(rows: list[Traffic], path: Path) -> None:

@@ -54,6 +54,12 @@ class Plan:
         N of the tile sweep.
     tile_tilings : tuple of Tiling
         Its tilings: B_r varies at fixed B_c, B_c varies at fixed B_r.
+    small_N : int
+        N of the shared-memory table.
+    timed : (heads, N)
+        Of the timeline.
+    level_sizes : tuple of int
+        N at which the memory levels beyond L1 are read, where counters can be.
     limits : (batches, heads, tokens) or None
         What of the real input is run; None: all of it.
     """
@@ -67,6 +73,9 @@ class Plan:
     bars_N: int
     tile_N: int
     tile_tilings: tuple[Tiling, ...]
+    small_N: int
+    timed: tuple[int, int]
+    level_sizes: tuple[int, ...]
     limits: tuple[int, int, int] | None = None
 
 
@@ -227,6 +236,9 @@ def plan(backend: str, machine: str) -> Plan:
                 *(Tiling(B_r, 32, 8, 32) for B_r in (8, 16, 32, 64)),
                 *(Tiling(32, B_c, 8, 32) for B_c in (64, 96)),
             ),
+            small_N=512,
+            timed=(32, 1024),
+            level_sizes=(1024, 4096, 16_384, 32_768),
         )
     return Plan(
         backend,
@@ -241,6 +253,9 @@ def plan(backend: str, machine: str) -> Plan:
             *(Tiling(B_r, 8, 4, 8) for B_r in (4, 8, 16, 32)),
             *(Tiling(8, B_c, 4, 8) for B_c in (16, 32)),
         ),
+        small_N=32,
+        timed=(1, 32),
+        level_sizes=(),
         limits=SIMULATED_PART,
     )
 
@@ -433,15 +448,15 @@ def lack_of_memory(method: str, rows: tuple[int, ...], N_k: int, dtype: str) -> 
     from numba import cuda
 
     need = 2 * math.prod(rows) * N_k * acc_bytes(dtype)
-    _free_pooled_memory()
+    free_pooled_memory()
     free = int(cuda.current_context().get_memory_info()[0])
     if need <= 0.9 * free:
         return ""
     return f"S and P need {need / 2**30:.1f} GiB of GPU memory and {free / 2**30:.1f} are free"
 
 
-def _free_pooled_memory() -> None:
-    """CuPy keeps freed memory in a pool, which the driver counts as used."""
+def free_pooled_memory() -> None:
+    """Give back what CuPy keeps in a pool: freed memory that the driver counts as used."""
     try:
         import cupy
     except ImportError:

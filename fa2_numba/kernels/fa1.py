@@ -228,7 +228,7 @@ def build_finish(tiling: Tiling, d: int, dtype: str, rounds: bool, width: int) -
     B_r, threads = tiling.B_r, tiling.threads
     fmt = FORMATS[dtype]
     acc_type, storage, from_acc, log = fmt.acc, fmt.storage, fmt.from_acc, fmt.log
-    ZERO, NEG_INF = acc_type(0), acc_type("-inf")
+    ZERO = acc_type(0)
     pieces = d // width
     steps = ceil_div(B_r * pieces, threads) if rounds else 0
     row_steps = ceil_div(B_r, threads)
@@ -255,7 +255,9 @@ def build_finish(tiling: Tiling, d: int, dtype: str, rounds: bool, width: int) -
             if tid + t * threads < B_r and row < N_q:
                 l_row = l[b, h, row]
                 m_row = m[b, h, row]
-                L[b, h, row] = m_row + log(l_row) if l_row != ZERO else NEG_INF
+                # A row without keys: its m is -inf, and so is L. (Read in both cases, or the
+                # compiler would read m for rows with keys alone.)
+                L[b, h, row] = m_row + (log(l_row) if l_row != ZERO else ZERO)
 
     return hbm.jit(finish, "fa1_finish", threads)
 
