@@ -11,11 +11,12 @@ import json
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import RESULTS
-from fa2_numba.accounting.plots import draw_recorded, save
+from fa2_numba.accounting.plots import draw_recorded, save, size
 
 ROOT = RESULTS.parent.parent
 README = ROOT / "README.md"
@@ -130,6 +131,162 @@ def tests_line(record: dict[str, Any]) -> str:
     )
 
 
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], below: str) -> str:
+    """A Markdown table, and the paragraph below it."""
+    head, *lines = (f"| {' | '.join(map(str, line))} |" for line in (header, *rows))
+    return "\n".join([head, "|---" * len(header) + "|", *lines, "", below])
+
+
+def verify_table(record: dict[str, Any]) -> str:
+    """Counted against hardware numbers, added up for each counter."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in record["rows"]:
+        if row.get("exact", True):
+            groups[row["quantity"], row["op"]].append(row)
+    rows = [
+        (
+            f"{quantity}, {op}",
+            f"`{record['metrics'][f'{quantity} ({op})']}`",
+            f"{len(launches):,}",
+            f"{sum(row['counted'] for row in launches):,}",
+            f"{sum(row['hardware'] for row in launches):,}",
+            f"{sum(row['difference'] != 0 for row in launches):,}",
+        )
+        for (quantity, op), launches in groups.items()
+    ]
+    equal = record["numbers"] - record["differences"]
+    below = (
+        f"{equal:,} of {record['numbers']:,} numbers of {record['launches']:,} kernel launches "
+        f"({len(record['cases']):,} cases) are the same integers, counted and read by ncu "
+        f"{record['ncu']}. "
+    )
+    if record["not_compared"]:
+        below += f"Not compared: {', '.join(record['not_compared'])}. "
+    header = ("", "counter", "launches", "counted", "hardware", "launches that differ")
+    return table(header, rows, f"{below}{provenance(record)}.")
+
+
+def levels_table(record: dict[str, Any]) -> str:
+    """Bytes that fa2 loads at four memory levels, one head without a mask, over N."""
+    chosen = {"method": "fa2", "causal": False, "heads": 1}
+
+    def mine(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row for row in rows if chosen.items() <= row.items()]
+
+    points = sorted(mine(record["points"]), key=lambda p: p["n_q"])
+    rows = [
+        (
+            f"{p['n_q']:,}",
+            *(size(n) for n in p["loads"].values()),
+            size(p["model"]["loads"]),
+            f"{p['ratio']:.3f}",
+            "yes" if p["in_domain"] else "no",
+        )
+        for p in points
+    ]
+    exponents = []
+    for fit in mine(record["fits"]):
+        part = "" if fit["part"] == "all" else f" ({fit['part']})"
+        exponents.append(f"{fit['level']}{part} {fit['slope']:.2f}")
+    p = points[0]
+    return table(
+        ("N", *p["loads"], "model of DRAM", "DRAM / model", "in its domain"),
+        rows,
+        f"Bytes loaded by fa2, one head, {p['dtype']}, d = {p['d']}, no mask, caches empty before "
+        f"each kernel. Fitted exponents in N: {', '.join(exponents)}. {provenance(record)}.",
+    )
+
+
+def phases_table(record: dict[str, Any]) -> str:
+    """Where the cycles of full fa2 go at the largest N, and what timing them costs."""
+    full = [
+        found
+        for found in record["tables"]
+        if found["problem"]["method"] == "fa2" and not found["problem"]["causal"]
+    ]
+    largest = max(found["problem"]["n_q"] for found in full)
+    timed = [found for found in full if found["problem"]["n_q"] == largest]
+    phases = dict.fromkeys(row["phase"] for found in timed for row in found["rows"])
+    header, costs = [""], []
+    cells: dict[str, list[str]] = {phase: [] for phase in phases}
+    for found in timed:
+        p, kernel = found["problem"], found["kernels"][0]
+        name = f"d = {p['d']}"
+        header += [f"{name}: share", "cycles a visit"]
+        by_phase = {row["phase"]: row for row in found["rows"]}
+        for phase, line in cells.items():
+            row = by_phase.get(phase)
+            visit = row and row["cycles_per_visit"]
+            line += [f"{row['share']:.1%}" if row else "", f"{visit:,.0f}" if visit else ""]
+        sizes = f"batch {p['batch']}, {p['heads']} heads, N = {p['n_q']:,}, {p['dtype']}"
+        costs.append(
+            f"{name} ({sizes}): the phases cover {kernel['covered']:.1%} of a block's time, a mark "
+            f"takes {kernel['mark_cycles']:.0f} cycles, and the timed kernel is "
+            f"{found['overhead']['ratio']['timed']:.1%} slower than the plain one"
+            f"{''.join(f'; {warning}' for warning in found['warnings'])}."
+        )
+    rows = [(phase, *line) for phase, line in cells.items()]
+    return table(header, rows, " ".join([*costs, f"{provenance(record)}."]))
+
+
+def ablation_table(record: dict[str, Any]) -> str:
+    """One idea of FlashAttention-2 a row: what it changes, and how much faster it is."""
+
+    def change(row: dict[str, Any], name: str) -> str:
+        numbers = (row[side][name] for side in ("before", "after"))
+        before, after = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in numbers)
+        return before if before == after else f"{before} → {after}"
+
+    rows = [
+        (
+            row["idea"],
+            f"{row['batch']} × {row['heads']}, {row['n']:,}",
+            change(row, "blocks"),
+            change(row, "tiles_computed"),
+            change(row, "rescaling_multiplications"),
+            change(row, "shared_bytes_a_tile"),
+            change(row, "milliseconds"),
+            f"{row['speedup']:.2f}",
+        )
+        for row in record["rows"]
+    ]
+    header = ["idea", "batch × heads, N", "blocks", "tiles computed", "products that rescale O"]
+    header += ["shared-memory bytes a tile", "ms", "times faster"]
+    return table(
+        header,
+        rows,
+        f"fp32, d = {record['rows'][0]['d']}. Each pair of kernels differs in one idea, absent → "
+        f"present, and takes turns on the same data. {provenance(record)}.",
+    )
+
+
+def cycles_table(record: dict[str, Any]) -> str:
+    """How far the cycle model's times are from the measured ones."""
+    rows = [
+        (method, sum(row["method"] == method for row in record["rows"]), f"{error:.1%}")
+        for method, error in record["by_method"].items()
+    ]
+    rows.append(("all", record["configurations"], f"{record['mean_absolute_error']:.1%}"))
+    return table(
+        ("method", "configurations", "mean absolute error"),
+        rows,
+        f"{record['setting']}; predicted from one calibration a method and head dimension. The "
+        f"predicted / measured that is farthest from 1 is {record['largest_ratio']:.2f}. "
+        f"{provenance(record)}.",
+    )
+
+
+# Part of the README to the record that fills it. Without the record the part stays as it is.
+GENERATED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "speed": ("readable.json", speed_table),
+    "verify": ("verify.json", verify_table),
+    "levels": ("levels.json", levels_table),
+    "phases": ("phases.json", phases_table),
+    "ablation": ("ablation.json", ablation_table),
+    "cycles": ("cycles.json", cycles_table),
+}
+
+
 def fill(text: str, name: str, content: str) -> str:
     """Replace what stands between the markers of `name`."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -147,8 +304,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = RESULTS / options.gpu
     before = text = README.read_text()
-    if speeds := load(folder, "readable.json"):
-        text = fill(text, "speed", speed_table(speeds))
+    for name, (file, written) in GENERATED.items():
+        if record := load(folder, file):
+            text = fill(text, name, written(record))
     if tests := [load(folder, path.name) for path in sorted(folder.glob("tests*.json"))]:
         text = fill(text, "tests", "\n\n".join(tests_line(record) for record in tests))
     if (rows := load(folder, "report/traffic.json")) and (

@@ -143,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = command("verify", run_verify, "counted numbers against the GPU's own counters (ncu)")
     verify.add_argument("--ncu", metavar="PATH", help="Nsight Compute's ncu (default: searched)")
+    verify.add_argument(
+        "--on-chip", action="store_true", help="shared memory too; its kernels compile slowly"
+    )
     verify.add_argument("--n", type=int, metavar="INT", help="rows and keys (default: 1024)")
     verify.add_argument("--d", type=int, metavar="INT", help="head dimension (default: 64)")
     verify.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), help="default: fp32")
@@ -459,7 +462,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         with _refusals():
             cases = _cases(arguments)
             errors.print(f"{len(cases)} cases: counted here, then read by {ncu}", soft_wrap=True)
-            found = verify.verify(cases, ncu=ncu)
+            found = verify.verify(cases, ncu=ncu, on_chip=arguments.on_chip)
     except hardware.HardwareError as error:
         raise Refusal(str(error)) from error
     if arguments.json:
@@ -536,6 +539,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
         return OK
     for table in timing.tables(found):
         out.print(table, "")
+    if found.overhead:
+        out.print(timing.summary(found.overhead), soft_wrap=True)
     written = " and ".join(str(path) for path in (given.output, given.svg) if path is not None)
     out.print(f"{given.method}: {shape}. Written: {written}", soft_wrap=True)
     return OK

@@ -5,13 +5,18 @@ cycles of a GPU must satisfy is marked ``gpu``. The counts of marks are derived 
 tiles that a row tile sees, batches of loads that a tile takes.
 """
 
+import io
 import itertools
+import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from rich.console import Console
 from strategies import Backend, Case, Kernel, bits, cases, forall
 
 from fa2_numba import api, clock, problem, simulator
@@ -288,6 +293,114 @@ def test_visits_are_unknown_where_marks_were_lost() -> None:
     assert known is not None and known.sum() == full.count.mean()
 
 
+# ---- what only a GPU has, on stand-ins ---------------------------------------------------------
+
+
+class Event:
+    """An event of a GPU whose time is what its kernels add to `now` (ms)."""
+
+    now = 0.0
+
+    def record(self, stream: Any) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's events on that GPU."""
+    module = SimpleNamespace(
+        Event=Event,
+        get_elapsed_time=lambda start, end: end.at - start.at,
+        ExternalStream=lambda handle: handle,
+        Stream=SimpleNamespace(null=0),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=module))
+    monkeypatch.setattr(Event, "now", 0.0)
+
+
+def taking(*milliseconds: float) -> Any:
+    """A call whose kernels take these times, the last one from then on."""
+    times = itertools.chain(milliseconds, itertools.repeat(milliseconds[-1]))
+
+    def call() -> None:
+        Event.now += next(times)
+
+    return call
+
+
+@pytest.mark.parametrize("stream", [0, 77])
+def test_overhead_is_the_median_ratio_of_turns(events: None, stream: int) -> None:
+    """A disturbance hits a turn; ratios are taken within turns, and bursts last 10 ms or more."""
+    calls = {"plain": taking(1, 1, 2, 9), "timed": taking(1, 1.1, 4, 9), "kept": taking(30)}
+    found = timing._overhead(calls, stream, 3)
+    assert (found.burst, found.repeats) == (1, 3)
+    assert found.milliseconds == pytest.approx({"plain": 2, "timed": 4, "kept": 30})
+    assert found.ratio == pytest.approx({"plain": 0, "timed": 0.1, "kept": 14})
+    assert found.iqr == pytest.approx({"plain": 4, "timed": 3.95, "kept": 0})
+    assert 0 <= found.host < 0.5
+    calls = {"plain": taking(2), "timed": taking(2.1), "kept": taking(2.5)}
+    found = timing._overhead(calls, stream, 20)
+    assert found.burst == 4
+    assert found.milliseconds == pytest.approx({"plain": 2, "timed": 2.1, "kept": 2.5})
+
+
+@pytest.mark.parametrize(
+    ("said", "clock_"), [("1980\n", 1980.0), ("[N/A]\n", None), ("", None), (None, None)]
+)
+def test_the_sm_clock_is_what_nvidia_smi_says(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, clock_: float | None
+) -> None:
+    monkeypatch.setattr(timing.shutil, "which", lambda name: name if said is not None else None)
+    monkeypatch.setattr(
+        timing.subprocess, "run", lambda command, **how: SimpleNamespace(stdout=said)
+    )
+    monkeypatch.setattr(
+        "numba.cuda.get_current_device", lambda: SimpleNamespace(uuid="GPU-1"), raising=False
+    )
+    assert timing.sm_clock() == clock_
+
+
+@on_simulator
+def test_the_way_of_a_gpu_from_a_call_to_tables(
+    events: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulator's kernels, timed as if they were a GPU's."""
+    monkeypatch.setattr(timing, "simulator", SimpleNamespace(ACTIVE=False))
+    monkeypatch.setattr(timing, "_sm_count", lambda: 2)
+    monkeypatch.setattr(timing, "TURNS", 1)
+    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.01)
+    clocks = iter((1980.0, 1500.0))
+    monkeypatch.setattr(timing, "sm_clock", lambda: next(clocks))
+    launch = timing.launch
+
+    def timed_launch(*args: Any) -> None:
+        Event.now += 1.0
+        launch(*args)
+
+    monkeypatch.setattr(timing, "launch", timed_launch)
+    q, k, v = Case(N_q=9, N_k=9).arrays("fp32")
+    found = timing.time_phases(q, k, v, method="fa1", repeats=2, tiling=Tiling(4, 8, 4, 8))
+    assert not found.emulated and found.sm_clock == (1980.0, 1500.0)
+    assert found.overhead is not None
+    assert found.overhead.milliseconds == {"plain": 3.0, "timed": 3.0, "kept": 3.0}  # kernels
+    assert "the SM clock was 1980 MHz before and 1500 MHz after" in found.warnings
+    assert all(row.ns == pytest.approx(row.cycles) for row in found.rows)  # a step is a ns there
+    text = "".join(shown(table) for table in timing.tables(found))
+    for part in ("cycles", "ns", "alignment", "registers, plain / timed / kept"):
+        assert part in text
+    assert "3 ms plain (+0.0%), 3 ms timed (+0.0%), 3 ms kept" in timing.summary(found.overhead)
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["repeats"] == 2
+
+
+def shown(table: Any) -> str:
+    with io.StringIO() as text:
+        Console(file=text, width=200).print(table)
+        return text.getvalue()
+
+
 # ---- on a GPU ---------------------------------------------------------------------------------
 
 
@@ -302,6 +415,7 @@ def large() -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cycles_of_a_gpu(large: Any) -> None:
     """Phases cover at least 95 % of a block; marks lie within their block on the common axis."""
     for _ in range(3):  # the last of three: compiled, and the clock is up
@@ -324,6 +438,7 @@ def test_cycles_of_a_gpu(large: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_mark_costs_some_cycles(keep: bool) -> None:
     costs = [timing.mark_cycles(threads, keep) for threads in (32, 128, 256)]
@@ -332,6 +447,7 @@ def test_a_mark_costs_some_cycles(keep: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_clock_slows_fa2_by_5_percent_at_most(large: Any) -> None:
     """Bursts of plain and timed kernels in turns, between events; the median of 20 ratios.
 

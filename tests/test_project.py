@@ -26,7 +26,9 @@ ADAPTERS = [name for name in MODULES if name.startswith("fa2_numba.adapters.")]
 PURE = [f"fa2_numba.{name}" for name in ("reference", "io_model", "masking", "tiling")]
 
 # The doors to Numba's extension API, which a successor of numba-cuda would change.
-EXTENSION_DOORS = {f"fa2_numba.{name}" for name in ("hbm", "smem", "clock", "ptx", "simulator")}
+EXTENSION_DOORS = {
+    f"fa2_numba.{name}" for name in ("hbm", "smem", "clock", "simulator", "ptx.emit")
+}
 
 
 def imports(source: str, module: str) -> set[str]:
@@ -110,7 +112,7 @@ def test_the_extension_api_stays_behind_its_doors(module):
     assert names_used(MODULES[module].read_text()).isdisjoint({"extending", "llvmlite"})
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "fa2_numba.ptx"])
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "fa2_numba.ptx.emit"])
 def test_ptx_instructions_are_written_in_ptx_alone(module):
     assert "InlineAsm" not in names_used(MODULES[module].read_text())
     assert not any(name.endswith(".InlineAsm") for name in imported_by(module))
@@ -121,6 +123,63 @@ def test_adapters_know_the_api_alone():
         inside = {name for name in imported_by(module) if within(name, "fa2_numba")}
         beyond = {name for name in inside if not within(name, "fa2_numba.api")}
         assert beyond <= {"fa2_numba"}, f"{module} imports {beyond}"
+
+
+ARROWS = re.findall(
+    r"^```text\n(.*?)^```",
+    (ROOT / "docs" / "architecture.md").read_text().partition("## What may import what")[2],
+    re.MULTILINE | re.DOTALL,
+)[:2]
+
+
+def arrows(block: str) -> dict[str, set[str]]:
+    """Module to what the page says that it imports; "no other module" is nothing."""
+    found: dict[str, set[str]] = {}
+    lines: list[str] = []
+    for line in block.splitlines():
+        if line.startswith(" ") and line.strip():
+            lines[-1] += line  # goes on
+        else:
+            lines.append(line)
+    for line in filter(None, lines):
+        names, arrow, imported = line.partition("->")
+        if not arrow:
+            names = line.partition("no other module")[0]
+        for name in re.findall(r"[\w/*]+", names):
+            found[name.removesuffix("/*")] = set(re.findall(r"\w+", imported))
+    return found
+
+
+def parts_imported(module: str, parent: str, depth: int) -> set[str]:
+    """Modules or folders of `parent` that it imports."""
+    parts = [name.split(".") for name in imported_by(module) if within(name, parent)]
+    found = {name[depth] for name in parts if len(name) > depth}
+    known = {name.split(".")[depth] for name in MODULES if within(name, parent)}
+    return found & known
+
+
+def test_arrows_are_read_with_their_other_lines():
+    block = "a  b      no other module of c\nd, e -> a,\n        b\nk/* -> d\n"
+    assert arrows(block) == {"a": set(), "b": set(), "d": {"a", "b"}, "e": {"a", "b"}, "k": {"d"}}
+
+
+def test_the_package_imports_what_the_page_says():
+    said = arrows(ARROWS[0]) | {"__main__": {"cli"}}
+    del said["benchmarks"]
+    found: dict[str, set[str]] = {}
+    for module in MODULES:
+        name = module.split(".")[1]
+        found.setdefault(name, set()).update(parts_imported(module, "fa2_numba", 1) - {name})
+    assert found == said
+    order = list(said)
+    assert all(order.index(n) < order.index(name) for name, names in said.items() for n in names)
+
+
+def test_the_accounts_import_what_the_page_says():
+    said = arrows(ARROWS[1])
+    for name, names in said.items():
+        module = f"fa2_numba.accounting.{name}"
+        assert parts_imported(module, "fa2_numba.accounting", 2) == names, module
 
 
 # --- pins ------------------------------------------------------------------------------------

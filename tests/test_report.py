@@ -24,7 +24,7 @@ from fa2_numba.accounting.hardware import Case, HardwareError, NotPermitted
 from fa2_numba.accounting.inputs import Inputs
 from fa2_numba.accounting.page import FILES, TRACE, VERIFY, worst
 from fa2_numba.accounting.page import page as write_page
-from fa2_numba.accounting.proof import COUNTERS, LEVELS, PHASES, Proof
+from fa2_numba.accounting.proof import COUNTERS, LEVELS, PHASES, Proof, compile_ahead
 from fa2_numba.accounting.tables import Setting
 from fa2_numba.cli import main
 from fa2_numba.tiling import Tiling
@@ -657,9 +657,23 @@ def test_a_timed_gpu_has_cycles_and_what_they_cost(finished, tmp_path, as_if_gpu
         assert row["phase"] == phase.phase
         assert row["cycles of a block"] == f"{phase.cycles:,.0f}"
     text = words(page)
-    assert "2 ms with the plain kernel, 2.1 ms (+5.0%) with the clock, 2.5 ms (+25.0%)" in text
+    assert f"{timing.summary(found.phases.overhead)}." in text
     assert "fa2: the clock changed." in text
     assert "Phases: fa2: the clock changed." in found.lines()
+
+
+def test_a_trace_of_many_marks_has_the_first_of_each_warp(
+    finished, tmp_path, no_figures, monkeypatch
+):
+    monkeypatch.setattr(report, "TRACE_MARKS", 8)
+    found = Proof(finished)
+    list(found.run())
+    report.write(finished, tmp_path, found)
+    (timeline,) = found.phases.timelines
+    (kernel,) = json.loads((tmp_path / TRACE).read_text())["metadata"]["kernels"]
+    assert timeline.dropped == 0
+    assert kernel["kept"] == 2 * 5 < timeline.count.sum()  # two blocks of one warp
+    assert kernel["kept"] + kernel["dropped"] == timeline.count.sum()
 
 
 def test_files_of_an_earlier_report_are_gone(finished, tmp_path, no_figures):
@@ -687,7 +701,7 @@ def test_a_report_interrupted_at_the_hardware_keeps_the_sweep(
 
 def test_on_a_gpu_every_kernel_is_compiled_ahead(as_if_gpu, monkeypatch):
     jobs = []
-    monkeypatch.setattr(proof, "compile_ahead", jobs.extend)
+    monkeypatch.setattr(proof, "compile_ahead", lambda some: jobs.extend(some) or [])
     found = Proof(sweep.Sweep(tiny_plan("gpu", "a GPU"), []))
     next(parts := found.run())
     next(parts)  # the first part is done
@@ -698,6 +712,13 @@ def test_on_a_gpu_every_kernel_is_compiled_ahead(as_if_gpu, monkeypatch):
         proof._run(how, case)  # what a process of the pool does
 
 
-def test_kernels_are_compiled_by_other_processes_and_failures_are_left_to_who_needs_them(tmp_path):
+def test_kernels_are_compiled_by_other_processes_which_say_what_failed(as_if_gpu, monkeypatch):
     case = Case("fa2", "fp32", *TINY, tiling=(4, 4, 4, 4))
-    proof.compile_ahead([("plain", case), ("plain", replace(case, tiling=(4, 4, 3, 4)))])
+    bad = replace(case, method="fa9")
+    (error,) = compile_ahead([("plain", case), ("plain", bad), ("timed", case)])
+    assert "fa9" in str(error)
+    monkeypatch.setattr(proof, "compile_ahead", lambda jobs: [error])
+    found = Proof(sweep.Sweep(tiny_plan("gpu", "a GPU"), []))
+    next(parts := found.run())
+    next(parts)
+    assert found.missing == {proof.COMPILING: f"ValueError: {error}"}

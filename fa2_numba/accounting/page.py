@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from fa2_numba.accounting import levels, tables, verify
+from fa2_numba.accounting import levels, tables, timing, verify
 from fa2_numba.accounting.exactness import Exactness
 from fa2_numba.accounting.inputs import short
 from fa2_numba.accounting.plots import Drawing, length, size
@@ -380,16 +380,15 @@ def _verified(proof: Proof) -> str:
                 p["mask"],
                 verify.sizes(p),
                 launch[0].kernel,
-                *(f"{read[key]:,}" if key in read else "" for key in _SHOWN),
                 _verdict(not wrong, f"0 of {compared}", f"{wrong} of {compared}"),
+                *(f"{read[key]:,}" if key in read else "" for key in _SHOWN),
             )
         )
-    header = ["method", "mask", "B × H × N_q × N_k", "kernel"]
+    header = ["method", "mask", "B × H × N_q × N_k", "kernel", "differ"]
     header += [f"{quantity}, {op}s" for quantity, op in _SHOWN]
     table = _table(
-        f"Read by ncu {proof.ncu_version}; the last column says how many numbers of a launch "
-        f"differ from the count",
-        (*header, "differ"),
+        f"Read by ncu {proof.ncu_version}, and how many numbers of a launch differ from the count",
+        header,
         rows,
         4,
     )
@@ -497,7 +496,11 @@ def _phases(proof: Proof, figures: dict[str, str]) -> str:
         [(r.kernel, r.phase, *n) for r, n in zip(found.rows, numbers, strict=True)],
         2,
     )
-    opened = _p(f"{TRACE} holds the launch for Perfetto (ui.perfetto.dev).", "soft")
+    opened = _p(
+        f"""{TRACE} holds the launch for Perfetto (ui.perfetto.dev): of each warp all marks, or the
+        first of them where they are many.""",
+        "soft",
+    )
     return title + intro + table + figures.get("timeline", "") + opened
 
 
@@ -508,15 +511,8 @@ def _number(x: float | None) -> str:
 def _cost(found: PhaseTable) -> str:
     """What the phases cover, and what timing them costs."""
     covered = min((k.covered for k in found.kernels), default=0)
-    said = f"The phases cover {covered:.1%} of the time that a block is on its SM."
-    if found.overhead:
-        ms, ratio = found.overhead.milliseconds, found.overhead.ratio
-        said += (
-            f" One call takes {ms['plain']:.4g} ms with the plain kernel, {ms['timed']:.4g} ms "
-            f"({ratio['timed']:+.1%}) with the clock, {ms['kept']:.4g} ms ({ratio['kept']:+.1%}) "
-            "where each mark is kept, as for the timeline."
-        )
-    return said
+    cost = f" {timing.summary(found.overhead)}." if found.overhead else ""
+    return f"The phases cover {covered:.1%} of the time that a block is on its SM.{cost}"
 
 
 def _theory(sweep: Sweep, growth: list[Growth], figures: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,7 +22,6 @@ from fa2_numba.accounting.sweep import Sweep, free_pooled_memory
 from fa2_numba.accounting.tables import METHODS
 from fa2_numba.accounting.timing import PhaseTable
 from fa2_numba.accounting.verify import Verification
-from fa2_numba.tiling import ceil_div
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 COMPILING, SHARED, PHASES, COUNTERS, LEVELS = PARTS = (
@@ -32,7 +31,6 @@ COMPILING, SHARED, PHASES, COUNTERS, LEVELS = PARTS = (
     "hardware counters",
     "memory levels",
 )
-TRACE_MARKS = 40_000  # in the trace that is written, of all warps: about 6 MB
 
 
 @dataclass
@@ -129,22 +127,17 @@ class Proof:
         with contextlib.suppress(HardwareError):  # it is said where counters are to be read
             hardware.find_ncu(self.ncu)
             jobs += [("plain", case) for case in self.cases]
-        compile_ahead(jobs)
+        for error in compile_ahead(jobs):
+            raise error
 
     def _count_shared(self) -> None:
         case = self.case(self.sweep.plan.small_N)
         self.shared = api.measure(*case.arrays(), **case.options(), on_chip=True).on_chip
 
     def _time(self) -> None:
-        plan, case = self.sweep.plan, self._timed()
-        t = plan.setting.tiling
-        warps = case.heads * t.T_r(case.n_q) * ceil_div(t.threads, 32)
-        self.phases = timing.time_phases(
-            *case.arrays(),
-            **case.options(),
-            repeats=1 if plan.backend == "simulator" else 20,
-            capacity=max(1, TRACE_MARKS // warps),
-        )
+        case = self._timed()
+        repeats = 1 if self.sweep.plan.backend == "simulator" else 20
+        self.phases = timing.time_phases(*case.arrays(), **case.options(), repeats=repeats)
 
     def _verify(self) -> None:
         hardware.require_gpu()
@@ -224,13 +217,18 @@ def _run(how: str, case: Case) -> None:
     _RUNS[how](*case.arrays(), **case.options())
 
 
-def compile_ahead(jobs: Sequence[tuple[str, Case]]) -> None:
-    """Run each job in a process of its own pool, so that its kernels are in the kernel cache.
+def compile_ahead(jobs: Sequence[tuple[str, Case]]) -> list[BaseException]:
+    """Run each job in another process, many at a time, so that its kernels are in the kernel cache.
 
-    A kernel takes seconds to compile. What fails here fails again where it is needed, and is said
-    there.
+    A kernel takes seconds to compile.
+
+    Returns
+    -------
+    list of exception
+        Of the jobs that failed; they fail again where they are needed.
     """
     context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        wait([pool.submit(_run, *job) for job in jobs])
+        done = [pool.submit(_run, *job).exception for job in jobs]
+        return [error for of in done if (error := of())]

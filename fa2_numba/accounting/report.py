@@ -2,7 +2,7 @@
 
 import csv
 import json
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ from fa2_numba.accounting import plots, tables, trace
 from fa2_numba.accounting.page import TRACE, VERIFY, page
 from fa2_numba.accounting.proof import Proof
 from fa2_numba.accounting.sweep import Sweep
+from fa2_numba.clock import Timeline
 from fa2_numba.traffic import COLUMNS, Traffic
+
+TRACE_MARKS = 60_000  # of all warps in ``trace.json``, which is then about 10 MB
 
 
 def write(sweep: Sweep, folder: Path, proof: Proof | None = None) -> Path:
@@ -82,7 +85,14 @@ def write_proof(proof: Proof, folder: Path) -> None:
         record = {**about, "cases": [asdict(case) for case in proof.cases], "rows": rows}
         (folder / VERIFY).write_text(_by_line(record))
     if proof.phases:
-        (folder / TRACE).write_text(json.dumps(trace.chrome_trace(proof.phases.timelines)) + "\n")
+        found = trace.chrome_trace([_cut(t) for t in proof.phases.timelines])
+        (folder / TRACE).write_text(json.dumps(found) + "\n")
+
+
+def _cut(timeline: Timeline) -> Timeline:
+    """The first marks of each warp, so that all of them are not many more than `TRACE_MARKS`."""
+    marks = TRACE_MARKS // max(timeline.count.size, 1) + 1
+    return replace(timeline, events=timeline.events[:, :, :marks])
 
 
 def _by_line(record: dict[str, Any]) -> str:

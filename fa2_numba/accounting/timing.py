@@ -654,9 +654,11 @@ def _kernel_table(found: PhaseTable) -> Table:
             for k in found.kernels
         ]
         line(f"{name.replace('_', ' ')}, plain / timed / kept", *shown)
-    if found.overhead:
-        o = found.overhead
-        times = (f"{o.milliseconds[n]:.4g} ms {n} ({r:+.1%})" for n, r in o.ratio.items())
-        table.caption = f"One call: {', '.join(times)}; medians of {o.repeats} bursts of {o.burst}"
-        table.caption_justify = "left"
     return table
+
+
+def summary(overhead: Overhead) -> str:
+    """What timing costs, in one line."""
+    times = (f"{overhead.milliseconds[n]:.4g} ms {n} ({r:+.1%})" for n, r in overhead.ratio.items())
+    bursts = f"medians of {overhead.repeats} bursts of {overhead.burst}"
+    return f"One call takes {', '.join(times)}; {bursts}"

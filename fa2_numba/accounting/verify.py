@@ -336,7 +336,8 @@ def table(found: Verification) -> Table:
     for _, group in groupby(found.rows, lambda row: row.launch):
         rows = list(group)
         p, read = rows[0].problem, {(row.quantity, row.op): row.hardware for row in rows}
-        differ = sum(bool(row.exact and row.difference) for row in rows)
+        compared = [row for row in rows if row.exact]
+        differ = sum(bool(row.difference) for row in compared)
         table.add_row(
             p["method"],
             p["dtype"],
@@ -344,7 +345,7 @@ def table(found: Verification) -> Table:
             sizes(p),
             rows[0].kernel,
             *(f"{read[key]:,}" if key in read else "" for key in shown),
-            Text(f"{differ} of {len(rows)}", style="red" if differ else "green"),
+            Text(f"{differ} of {len(compared)}", style="red" if differ else "green"),
         )
     return table
 

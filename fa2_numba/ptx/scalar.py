@@ -1,75 +1,15 @@
-"""One device function per PTX instruction, named as the instruction.
+"""Instructions on single values, and the special registers.
 
-Each carries the section of NVIDIA's PTX ISA manual that defines it. Under the simulator the same
-name is a NumPy stand-in with the same meaning (not the same last bit, for ``ex2.approx``).
+Each has a NumPy stand-in for the simulator, with the same meaning (not the same last bit, for
+``ex2.approx``).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fa2_numba import simulator
-
-
-def instruction(
-    text: str,
-    constraints: str,
-    result: str,
-    operands: tuple[str, ...],
-    stand_in: Callable,
-    volatile: bool = False,
-) -> Any:
-    """A device function that is one PTX instruction.
-
-    Parameters
-    ----------
-    text : str
-        The instruction, with operands ``$0`` (result), ``$1``, ...
-    constraints : str
-        LLVM constraint letters in the same order, result first: f (f32), d (f64), h (16 bit),
-        r (32 bit), l (64 bit).
-    result, operands : str
-        Names of Numba types.
-    stand_in : callable
-        What runs instead under the simulator.
-    volatile : bool
-        Whether it keeps its place among the instructions around it, memory accesses included.
-    """
-    if simulator.ACTIVE:
-        return stand_in
-
-    from llvmlite import ir
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
-
-    result_type = getattr(types, result)
-    operand_types = [getattr(types, name) for name in operands]
-    if volatile:
-        constraints += ",~{memory}"
-
-    def codegen(context, builder, signature, args):
-        values = [context.get_value_type(t) for t in signature.args]
-        function = ir.FunctionType(context.get_value_type(signature.return_type), values)
-        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=volatile), args)
-
-    if len(operands) == 0:
-
-        @intrinsic
-        def emit(typingctx):
-            return result_type(), codegen
-    elif len(operands) == 1:
-
-        @intrinsic
-        def emit(typingctx, a):
-            return result_type(*operand_types), codegen
-    else:
-
-        @intrinsic
-        def emit(typingctx, a, b):
-            return result_type(*operand_types), codegen
-
-    return emit
+from fa2_numba.ptx.emit import instruction
 
 
 def _bf16_bits(x: np.float32) -> np.uint16:

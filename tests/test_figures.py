@@ -1,0 +1,207 @@
+"""The README's generated parts, from records made up here."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from fa2_numba.accounting import levels
+from fa2_numba.accounting.hardware import Case
+from fa2_numba.tiling import Tiling
+
+figures = pytest.importorskip("benchmarks.figures")
+
+ABOUT = {
+    "gpu": "a GPU",
+    "driver": "1.2",
+    "versions": {"numba-cuda": "0.30"},
+    "commit": "abc",
+    "date": "2026-01-01",
+}
+WHERE = "a GPU, driver 1.2, numba-cuda 0.30, commit abc, 2026-01-01."
+
+
+def verified():
+    rows = [
+        {"case": n, "launch": n, "kernel": "fa2", "quantity": quantity, "op": "load",
+         "counted": 1000 * n, "hardware": 1000 * n + off, "difference": off, **more}
+        for n in (1, 2)
+        for quantity, off, more in (
+            ("bytes", 0, {}), ("sectors", n - 1, {}), ("instructions", 7, {"exact": False})
+        )
+    ]  # fmt: skip
+    case = asdict(Case("fa2", "fp32", 1, 1, 1, 8, 8, 4))
+    metrics = {"bytes (load)": "b.sum", "sectors (load)": "s.sum", "instructions (load)": "i.sum"}
+    return {
+        **ABOUT, "ncu": "2025.3", "metrics": metrics, "not_compared": ["requests (load)"],
+        "launches": 2, "numbers": 4, "differences": 1, "cases": [case, case], "rows": rows,
+    }  # fmt: skip
+
+
+def at_levels():
+    points = []
+    for method, causal, N in (("fa2", False, 4096), ("fa2", False, 1024), ("fa2", True, 1024)):
+        p = levels.problem(method, causal, N, Tiling(128, 64, 16, 8))
+        metrics = dict.fromkeys(levels.METRICS, 300 * N)
+        rows = levels.hardware_rows(p, [{"case": 0, "kernel": "fa2", **metrics}])
+        points.append(levels.point(p, rows, {"fa2": 264}, 2**26))
+    return {**ABOUT, "points": points, "fits": levels.fits(points)}
+
+
+def phases():
+    """Two head dimensions; other methods and masks and a smaller N are not shown."""
+
+    def table(method, d, warnings=(), causal=False, N=4096):
+        rows = [
+            {"kernel": method, "phase": phase, "share": share, "cycles_per_visit": cycles}
+            for phase, share, cycles in (("softmax", 0.25, 1234.0), ("P V", 0.5, None))
+        ]
+        problem = {"method": method, "d": d, "causal": causal, "batch": 1, "heads": 32,
+                   "n_q": N, "dtype": "fp32"}  # fmt: skip
+        kernels = [{"kernel": method, "covered": 0.987, "mark_cycles": 11.6}]
+        overhead = {"ratio": {"plain": 0.0, "timed": 0.021, "kept": 0.3}}
+        return {"problem": problem, "rows": rows, "kernels": kernels, "overhead": overhead,
+                "warnings": warnings}  # fmt: skip
+
+    others = [table("fa1", 64), table("fa2", 64, causal=True), table("fa2", 64, N=1024)]
+    return {**ABOUT, "tables": [table("fa2", 64), table("fa2", 128, ["a wind"]), *others]}
+
+
+def ablation():
+    side = {"blocks": 1024, "tiles_computed": 65_536, "rescaling_multiplications": 3 * 2**29,
+            "shared_bytes_a_tile": 102_400.0, "milliseconds": 6.0}  # fmt: skip
+    after = side | {"rescaling_multiplications": 2**29, "milliseconds": 4.0}
+    row = {"idea": "normalised once", "batch": 1, "heads": 32, "n": 4096, "d": 64, "speedup": 1.5}
+    return {**ABOUT, "rows": [{**row, "before": side, "after": after}]}
+
+
+def cycles():
+    rows = [{"method": m} for m in ("standard", "fa1", "fa2", "fa2")]
+    return {**ABOUT, "setting": "fp32, batch x N = 16384", "configurations": 4, "rows": rows,
+            "mean_absolute_error": 0.045, "largest_ratio": 0.86,
+            "by_method": {"standard": 0.043, "fa1": 0.071, "fa2": 0.021}}  # fmt: skip
+
+
+RECORDS = {
+    "verify": verified(),
+    "levels": at_levels(),
+    "phases": phases(),
+    "ablation": ablation(),
+    "cycles": cycles(),
+}
+
+
+def parts(text):
+    """The rows of a Markdown table, the header first, and the paragraph below it."""
+    rows, below = text.rstrip("\n").split("\n\n")
+    head, rule, *others = rows.splitlines()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in (head, *others)]
+    assert rule == "|---" * len(cells[0]) + "|"
+    assert {len(line) for line in cells} == {len(cells[0])}
+    assert below.endswith(WHERE)
+    return cells, below
+
+
+def part(name):
+    file, written = figures.GENERATED[name]
+    assert file == f"{name}.json"
+    return parts(written(json.loads(json.dumps(RECORDS[name]))))
+
+
+def test_numbers_of_the_verification_are_added_up_by_counter():
+    (_, *rows), below = part("verify")
+    assert rows == [
+        ["bytes, load", "`b.sum`", "2", "3,000", "3,000", "0"],
+        ["sectors, load", "`s.sum`", "2", "3,000", "3,001", "1"],
+    ]
+    assert below.startswith(
+        "3 of 4 numbers of 2 kernel launches (2 cases) are the same integers, counted and read by "
+        "ncu 2025.3. Not compared: requests (load). "
+    )
+
+
+def test_levels_are_those_of_full_fa2_in_the_order_of_n():
+    (header, *rows), below = part("levels")
+    assert header[1:5] == list(levels.LEVELS)
+    assert [row[0] for row in rows] == ["1,024", "4,096"]
+    first = dict(zip(header, rows[0], strict=True))
+    assert first["DRAM"] == "307 kB"
+    assert first["model of DRAM"] == "786 kB"
+    assert first["DRAM / model"] == "0.391"
+    assert "DRAM 1.00" in below and "(one wave) 1.00" in below
+
+
+def test_phases_have_columns_for_each_head_dimension_of_full_fa2():
+    (header, *rows), below = part("phases")
+    assert header == ["", "d = 64: share", "cycles a visit", "d = 128: share",
+                      "cycles a visit"]  # fmt: skip
+    assert rows == [["softmax", *["25.0%", "1,234"] * 2], ["P V", *["50.0%", ""] * 2]]
+    for text in (
+        "cover 98.7%",
+        "a mark takes 12 cycles",
+        "2.1% slower than the plain",
+        "; a wind.",
+    ):
+        assert text in below
+
+
+def test_an_idea_is_a_row_and_what_it_leaves_alone_is_one_number():
+    (header, row), _ = part("ablation")
+    assert dict(zip(header, row, strict=True)) == {
+        "idea": "normalised once", "batch × heads, N": "1 × 32, 4,096", "blocks": "1,024",
+        "tiles computed": "65,536", "products that rescale O": "1,610,612,736 → 536,870,912",
+        "shared-memory bytes a tile": "102,400", "ms": "6 → 4", "times faster": "1.50",
+    }  # fmt: skip
+
+
+def test_errors_of_the_cycle_model_are_by_method_and_in_all():
+    (_, *rows), below = part("cycles")
+    assert rows == [
+        ["standard", "1", "4.3%"], ["fa1", "1", "7.1%"], ["fa2", "2", "2.1%"], ["all", "4", "4.5%"],
+    ]  # fmt: skip
+    assert "farthest from 1 is 0.86" in below
+
+
+@pytest.fixture
+def readme(tmp_path, monkeypatch):
+    """A README with every marker, and a folder without results."""
+    path = tmp_path / "README.md"
+    names = [*figures.GENERATED, "tests", "counts"]
+    path.write_text("\n".join(f"<!-- {n} -->\nNot measured yet.\n<!-- /{n} -->" for n in names))
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(figures, "README", path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(figures, "draw_recorded", lambda *records: [])
+    monkeypatch.setattr("sys.argv", ["figures", "--gpu", "gpu"])
+    return path
+
+
+def test_without_records_the_readme_stays_as_it_is(readme):
+    before = readme.read_text()
+    figures.main()
+    assert readme.read_text() == before
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_fills_its_part_alone(readme, name, monkeypatch):
+    (readme.parent / "gpu" / f"{name}.json").write_text(json.dumps(RECORDS[name]))
+    figures.main()
+    text = readme.read_text()
+    written = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", text, re.DOTALL)
+    assert len(written) == text.count("<!-- /") == len(figures.GENERATED) + 2
+    for other, content in written:
+        assert (content == "Not measured yet.") is (other != name)
+    assert parts(dict(written)[name]) == part(name)
+    monkeypatch.setattr("sys.argv", ["figures", "--gpu", "gpu", "--check"])
+    with pytest.raises(SystemExit) as end:
+        figures.main()
+    assert end.value.code == 0
+
+
+def test_the_readme_has_a_place_for_every_part():
+    text = (Path(figures.__file__).parent.parent / "README.md").read_text()
+    for name in (*figures.GENERATED, "tests", "counts"):
+        assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
