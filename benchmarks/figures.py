@@ -244,14 +244,15 @@ def ablation_table(record: dict[str, Any]) -> str:
             change(row, "blocks"),
             change(row, "tiles_computed"),
             change(row, "rescaling_multiplications"),
-            change(row, "shared_bytes_a_tile"),
+            change(row, "shared_wavefronts_a_tile"),
+            change(row, "exchanged_bytes_a_tile"),
             change(row, "milliseconds"),
             f"{row['speedup']:.2f}",
         )
         for row in record["rows"]
     ]
     header = ["idea", "batch × heads, N", "blocks", "tiles computed", "products that rescale O"]
-    header += ["shared-memory bytes a tile", "ms", "times faster"]
+    header += ["passes over the banks a tile", "bytes exchanged a tile", "ms", "times faster"]
     return table(
         header,
         rows,

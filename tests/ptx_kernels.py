@@ -181,7 +181,6 @@ def copy_box(rows: int) -> Any:
         if cuda.threadIdx.x == 0:
             ptx.fence_proxy_tensormap(source)
             ptx.fence_proxy_tensormap(target)
-            ptx.prefetch_tensormap(source)
             ptx.mbarrier_arrive_expect_tx(full, size)
             ptx.cp_async_bulk_tensor_4d_load(at, source, column, row, head, batch, full)
         ptx.mbarrier_try_wait_parity(full, 0)

@@ -254,9 +254,9 @@ def test_the_model_is_what_an_h200_read(heads, N):
         ("fa2", False, 8, 16_384, False),
         ("fa2", True, 1, 32_768, True),
         ("fa2", True, 1, 524_288, False),
-        ("fa1", False, 1, 16_384, True),  # Q and O fit
+        ("fa1", False, 1, 16_384, False),
         ("fa1", False, 8, 8_192, False),
-        ("fa1", False, 8, 16_384, True),  # they do not
+        ("fa1", False, 8, 16_384, False),
         ("standard", False, 1, 2_048, False),
         ("standard", False, 1, 8_192, True),
     ],
@@ -286,10 +286,10 @@ def recorded_points():
 
 
 def test_a_recorded_sweep_agrees_with_the_model_in_its_domain():
-    """fa2 within 1 %."""
-    ratios = [p["ratio"] for p in recorded_points() if p["method"] == "fa2"]
-    assert len(ratios) >= 12
+    ratios = [p["ratio"] for p in recorded_points()]
+    assert len(ratios) >= 20
     assert ratios == pytest.approx([1] * len(ratios), abs=0.01)
+    assert {p["method"] for p in recorded_points()} == {"fa2", "standard"}
 
 
 def test_waves_are_those_of_the_kernel_that_streams():

@@ -21,6 +21,13 @@ gpu = pytest.mark.gpu
 NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 CANARY = np.uint16(0xA5A5)
 
+
+
+def on_host(function: Any) -> Callable:
+    """A device function as the Python function that it was made of."""
+    return getattr(function, "py_func", function)
+
+
 # ---- places, by hand --------------------------------------------------------------------------
 
 
@@ -34,13 +41,13 @@ CANARY = np.uint16(0xA5A5)
     ],
 )
 def test_matrix_descriptor(address: int, leading: int, stride: int, bits: int) -> None:
-    assert ptx.matrix_descriptor(address, leading, stride) == bits
+    assert on_host(ptx.matrix_descriptor)(address, leading, stride) == bits
 
 
 def test_swizzle_moves_pieces_of_16_bytes_within_their_row() -> None:
     for offset in range(0, 64 * 128, 2):
         row, piece, rest = offset // 128, offset % 128 // 16, offset % 16
-        assert ptx.swizzle_128b(offset) == 128 * row + 16 * (piece ^ (row % 8)) + rest
+        assert on_host(ptx.swizzle_128b)(offset) == 128 * row + 16 * (piece ^ (row % 8)) + rest
 
 
 def test_steps() -> None:

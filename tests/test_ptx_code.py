@@ -56,7 +56,6 @@ def named_barriers(out):
 
 def loads(out):
     at, tensor, full = ptx.smem_address(0), out[0], ptx.smem_address(4096)
-    ptx.prefetch_tensormap(tensor)
     ptx.fence_proxy_tensormap(tensor)
     ptx.cp_async_bulk_tensor_2d_load(at, tensor, 0, 1, full)
     ptx.cp_async_bulk_tensor_3d_load(at, tensor, 0, 1, 2, full)
@@ -102,7 +101,7 @@ def registers_of_a_warpgroup(out):
         }),
         (named_barriers, {r"BAR\.SYNC": 2, r"BAR\.ARV": 1}),
         (loads, {
-            r"UTMACCTL\.PF": 1, r"UTMACCTL\.IV": 1,  # prefetch, and the fence of the map
+            r"UTMACCTL\.IV": 1,  # the fence of the map
             r"UTMALDG\.2D": 1, r"UTMALDG\.3D": 1, r"UTMALDG\.4D": 1, r"UTMALDG\.5D": 1,
         }),
         (stores, {

@@ -174,10 +174,11 @@ def in_domain(problem: Problem, slots: Mapping[str, int], l2_bytes: int) -> bool
 
     One answer: the same with a quarter of L2 as cache and with all of it. fa2 besides must be one
     wave, or its K and V fit a quarter of L2: blocks of later waves start when earlier ones end, not
-    together, and drift.
+    together, and drift. fa1 is in no domain: it comes back to Q and O of a head so often and so
+    late that what L2 keeps decides, and no size was found from which it keeps all or nothing.
     """
     p = problem
-    if dram(p, slots, l2_bytes // 4) != dram(p, slots, l2_bytes):
+    if p.method == "fa1" or dram(p, slots, l2_bytes // 4) != dram(p, slots, l2_bytes):
         return False
     all_keys = p.B * p.H_k * p.N_k * 2 * p.d * DTYPE_BYTES[p.dtype]
     return p.method != "fa2" or waves(p, slots) == 1 or all_keys <= l2_bytes // 4

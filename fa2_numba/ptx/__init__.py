@@ -35,7 +35,6 @@ from fa2_numba.ptx.hopper import (
     mbarrier_init,
     mbarrier_try_wait_parity,
     mn_major_steps,
-    prefetch_tensormap,
     setmaxnreg_dec,
     setmaxnreg_inc,
     stmatrix_x4,

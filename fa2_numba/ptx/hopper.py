@@ -325,13 +325,6 @@ def cp_async_bulk_wait_group_read(pending: int) -> Any:
     return _ordered(f"cp.async.bulk.wait_group.read {pending};", "")
 
 
-prefetch_tensormap = _ordered(
-    # "Data Movement and Conversion Instructions: prefetch". (tensor map)
-    "prefetch.tensormap [$0];",
-    "l",
-    "uint64",
-)
-
 fence_proxy_tensormap = _ordered(
     # "Parallel Synchronization and Communication Instructions: fence.proxy.tensormap". (tensor
     # map): before the first use in a block of a map in global memory that the host wrote there.
