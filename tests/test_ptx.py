@@ -22,7 +22,6 @@ NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 CANARY = np.uint16(0xA5A5)
 
 
-
 def on_host(function: Any) -> Callable:
     """A device function as the Python function that it was made of."""
     return getattr(function, "py_func", function)
