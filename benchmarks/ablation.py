@@ -137,7 +137,7 @@ def small(idea: int, side: str, counted: bool) -> None:
 def tiles_computed(v: Variant, problem: Problem) -> int:
     """Tiles of S_ij that a call computes."""
     known = masking.causal() if v.causal else masking.none()  # a mask of its own skips nothing
-    return problem.B * problem.H * sum(cycles.row_tiles(replace(problem, mask=known)))
+    return problem.B * problem.H * sum(cycles.visited_tiles(replace(problem, mask=known)))
 
 
 def measured(idea: Idea, v: Variant) -> dict[str, Any]:

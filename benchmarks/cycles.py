@@ -105,10 +105,11 @@ def copy_rate() -> float:
     return 2 * source.nbytes / (statistics.median(times) / 1e3)
 
 
-def rows(sizes: list[int], rounds: int, calibration: dict[Any, Any], SMs: int) -> list[Any]:
-    """A row for each configuration, predicted and measured."""
+def rows(
+    sizes: list[int], rounds: int, calibration: dict[Any, Any], SMs: int, rate: float
+) -> list[Any]:
+    """A row for each configuration, predicted and measured; `rate` is that of a copy."""
     found = []
-    rate = copy_rate()
     for d, causal, n in itertools.product(HEAD_DIMS, CAUSAL, sizes):
         calls = {m: call(m, d, TOKENS // n, HIDDEN // d, n, n, causal) for m in METHODS}
         times = take_turns([c.run for c in calls.values()], rounds)
@@ -158,13 +159,15 @@ def main() -> int:
     SMs = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
     clock_before = nvidia_smi("clocks.sm")[0]
     calibration = {(m, d): calibrate(m, d, SMs) for m in METHODS for d in HEAD_DIMS}
-    found = rows(options.sizes, options.rounds, calibration, SMs)
+    rate = copy_rate()
+    found = rows(options.sizes, options.rounds, calibration, SMs, rate)
     predicted = [r["predicted_ms"] for r in found]
     measured = [r["measured_ms"] for r in found]
     record = {
         **about,
         "setting": f"fp32, batch x N = {TOKENS}, hidden {HIDDEN}",
         "SMs": SMs,
+        "copy_bytes_per_second": round(rate),
         "clocks": {"before": clock_before, "after": nvidia_smi("clocks.sm")[0]},
         "calibration": [
             {

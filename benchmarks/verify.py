@@ -161,6 +161,9 @@ def main() -> int:
         **about,
         "ncu": hardware.version(ncu),
         "metrics": {f"{c.quantity} ({c.op})": c.metric for c in found[-1][1].counters},
+        "not_on_this_gpu": [
+            f"{c.quantity} ({c.op})" for c in hardware.COUNTERS if c not in found[0][1].counters
+        ],
         "not_compared": [f"{c.quantity} ({c.op})" for _, part in found for c in part.unread],
         "launches": sum(part.launches for _, part in found),
         "numbers": len(exact),

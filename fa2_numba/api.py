@@ -609,6 +609,7 @@ class _Call(_Shape):
                 on_chip,
                 timed,
                 capacity,
+                self.like.device,
             )
             self._upload(operands, (self.mask.args, self.score.args))
             (launch or METHODS[self.method])(problem, operands)

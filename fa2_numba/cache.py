@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import secrets
+import stat
 import sys
 import time
 import zlib
@@ -30,6 +31,7 @@ PACKAGE = Path(__file__).parent
 LIMIT_BYTES = 512 * 2**20
 LIMIT_FILES = 4000
 PATIENCE = 60.0  # seconds to wait while another process compiles the same kernel
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -162,9 +164,19 @@ def _folder() -> Path | None:
         status = folder.stat()
     except (OSError, RuntimeError):  # RuntimeError: no home
         return None
-    if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+    if os.name == "posix" and not (
+        status.st_uid == os.getuid()
+        and not status.st_mode & OTHERS_WRITE
+        and all(_safe(parent.stat()) for parent in folder.resolve().parents)
+    ):
         return None
     return folder
+
+
+def _safe(status: os.stat_result) -> bool:
+    """Whether nobody else can put another folder in the place of one in this folder."""
+    mine = status.st_uid in (0, os.getuid())
+    return mine and (not status.st_mode & OTHERS_WRITE or bool(status.st_mode & stat.S_ISVTX))
 
 
 def compiled(kernel: Any, types: tuple[Any, ...]) -> Any:

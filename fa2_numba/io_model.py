@@ -695,7 +695,7 @@ def closed_form(problem: Problem) -> dict[str, int]:
     """
     p, t = problem, problem.tiling
     N_q, N_k, d = p.N_q, p.N_k, p.d
-    visits = _row_tiles(p)
+    visits = row_tiles(p)
     keys = sum(min(N_k, tiles * t.B_c) for _, tiles in visits)  # streamed past the row tiles
     rows = sum(rows * tiles for rows, tiles in visits)  # streamed past the key tiles
     if p.method == "fa2":
@@ -717,7 +717,7 @@ def closed_form(problem: Problem) -> dict[str, int]:
     return {name: p.B * p.H * elements for name, elements in moved.items()}
 
 
-def _row_tiles(problem: Problem) -> list[tuple[int, int]]:
+def row_tiles(problem: Problem) -> list[tuple[int, int]]:
     """Of each row tile, its rows and how many key tiles it visits, from the first key on."""
     p, t = problem, problem.tiling
     if p.mask.rule not in _UNIFORM[:3]:
@@ -815,7 +815,8 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
         and "standard_output".
     cache : int
         Bytes of L2 in which something read again is still found. With 0 nothing outlasts a wave, a
-        visit or a pass over a row, and the loads of fa2 are an upper bound.
+        visit or a pass over a row, and the loads of fa2 are an upper bound as long as blocks
+        keep in step.
 
     Returns
     -------
@@ -829,11 +830,8 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
 
     Notes
     -----
-    Where it holds: the number does not depend on how much of L2 one takes as `cache` (fa2: a head
-    fits one wave, or the K and V of two waves together exceed L2), and blocks stay in step. They
-    drift where an SM holds many: with 16 on each, an H200 read 1.6 to 4.7 times the model, with
-    4 within 0.5 % of it. Under a causal mask blocks end one after the other, so that later ones
-    start staggered: K and V of up to ``B_r W`` keys must then stay in L2.
+    Where it holds: the number does not depend on how much of L2 one takes as `cache`, and blocks
+    need not keep in step: fa2 in one wave, or with K and V that stay in L2 (docs/levels.md).
 
     Stores are what has to arrive. A counter of DRAM writes does not show them: at the end of a
     kernel dirty lines are still in L2.
@@ -847,7 +845,7 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
 
 def _fa2_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
     p, name = problem, "fa2"
-    reach = [min(p.N_k, tiles * p.tiling.B_c) for _, tiles in reversed(_row_tiles(p))]
+    reach = [min(p.N_k, tiles * p.tiling.B_c) for _, tiles in reversed(row_tiles(p))]
     e = DTYPE_BYTES[p.dtype]
     keys = _keys_streamed(p, reach, W[name], 2 * p.d * e, cache)
     rows = p.B * p.H * p.N_q
@@ -862,7 +860,7 @@ def _fa2_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
 
 def _fa1_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
     p, O = problem, problem.o_acc_name
-    e, acc, heads, visits = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, _row_tiles(p)
+    e, acc, heads, visits = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, row_tiles(p)
     visited = sum(rows for rows, tiles in visits if tiles)
     every_visit = sum(rows * tiles for rows, tiles in visits)
     loop = {"K": 0, "Q": 0}  # rows that the loop moves of K, and V; of Q, and O, l and m
@@ -891,7 +889,7 @@ def _fa1_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
 
 def _standard_dram(problem: Problem, W: dict[str, int], cache: int) -> Moved:
     p, B_r = problem, problem.tiling.B_r
-    e, acc, heads, T_r = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, len(_row_tiles(p))
+    e, acc, heads, T_r = DTYPE_BYTES[p.dtype], acc_bytes(p.dtype), p.B * p.H, len(row_tiles(p))
     rows, row_of_S, row_of_V = heads * p.N_q, p.N_k * acc, p.d * e
     K_kept = p.N_k * p.d * e + B_r * row_of_S <= cache
     S_kept = min(W["standard_softmax"] * SOFTMAX_ROWS, rows) * row_of_S <= cache

@@ -79,6 +79,8 @@ class Operands:
         Whether they time their phases.
     capacity : int
         How many marks of each warp are kept for a timeline, where timed.
+    device : int, optional
+        The GPU of the arrays; default: the current one.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Operands:
         on_chip: bool = False,
         timed: bool = False,
         capacity: int = 0,
+        device: int | None = None,
     ):
         self.problem = problem
         self.arrays = arrays
@@ -99,6 +102,7 @@ class Operands:
         self.scale = problem.number(scale)
         self.counted, self.on_chip = counted, on_chip
         self.timed, self.capacity = timed, capacity
+        self.device = device
         self._allocate = allocate
         self._owners: list[Any] = []
         self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
@@ -218,10 +222,11 @@ class Operands:
     @property
     def launches(self) -> list[Launch]:
         """The launches so far, in order. The driver is asked now: a launch costs no host time."""
-        return [
-            Launch(name, blocks, threads, size, *_resources(compiled, threads, size))
-            for name, compiled, blocks, threads, size in self._launched
-        ]
+        with on_device(self.device):
+            return [
+                Launch(name, blocks, threads, size, *_resources(compiled, threads, size))
+                for name, compiled, blocks, threads, size in self._launched
+            ]
 
     def rows(self) -> list[Traffic]:
         """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
@@ -291,8 +296,7 @@ def _resources(compiled: Any, threads: int, shared_bytes: int) -> tuple[int, int
     function = compiled._codelibrary.get_cufunc()
     code = machine_code_bytes(bytes(compiled._codelibrary.get_cubin().code))
     context = function.module.context
-    with on_device(context.device.id):
-        blocks = context.get_active_blocks_per_multiprocessor(function, threads, shared_bytes)
+    blocks = context.get_active_blocks_per_multiprocessor(function, threads, shared_bytes)
     return function.attrs.regs, function.attrs.local, int(blocks), code
 
 

@@ -28,7 +28,8 @@ from fa2_numba.hbm import LOAD, STORE
 ALIGNMENT = 128  # bytes: one line of the 32 four-byte banks
 BANK_BYTES = 4
 BANKS = 32
-WIDEST = 16  # bytes of one lane's access
+SIZES = (4, 8, 16)  # bytes of one lane's access
+WIDEST = SIZES[-1]
 ELEMENTS, REQUESTS, BYTES, WAVEFRONTS, CONFLICTS, KINDS = range(6)
 
 
@@ -88,9 +89,18 @@ def wavefronts(lanes: dict[int, int], size: int) -> tuple[int, int]:
 
     Notes
     -----
-    Read off the counters of an H200 for 160 access patterns (tests/test_smem.py has them); NVIDIA
-    does not document it.
+    Read off the counters of an H200 for 163 access patterns of whole warps (`benchmarks.banks`;
+    tests/test_smem.py replays them); NVIDIA does not document it. That a lane which is off agrees
+    with any neighbour was not read by itself, but `fa2-numba verify` compares tiles with rows that
+    end within a warp. Two lanes that store to one word were not read.
+
+    Raises
+    ------
+    ValueError
+        Another size.
     """
+    if size not in SIZES:
+        raise ValueError(f"size: got {size}, accepted: {', '.join(map(str, SIZES))} bytes")
     together = WIDEST * 8 // size  # lanes that one pass can serve
     passes = needed = 0
     for first in range(0, 32, min(32, 2 * together)):
@@ -149,10 +159,20 @@ def shared_tile(rows: int, columns: int, dtype: Any, offset: int, row: int = 0) 
         Bytes from the start of the dynamic shared memory; a multiple of 16.
     row : int
         Where a `SharedTally` counts the tile's accesses.
+
+    Raises
+    ------
+    TypeError
+        In a kernel that counts: elements that are not of 4 or 8 bytes. How the banks serve
+        narrower ones was not measured.
     """
+    narrow = np.dtype(dtype).itemsize not in SIZES[:2]
+    refusal = f"a counted tile has elements of 4 or 8 bytes, got {np.dtype(dtype)}"
     if simulator.ACTIVE:
 
         def emulated(shared: SharedTally | None) -> Any:
+            if narrow and shared is not None:
+                raise TypeError(refusal)
             data = simulator.shared_tile((rows, columns), dtype, offset)
             return data if shared is None else _CountedTile(data, offset, shared, row)
 
@@ -165,6 +185,8 @@ def shared_tile(rows: int, columns: int, dtype: Any, offset: int, row: int = 0) 
     def tile(typingctx, shared):
         plain = types.Array(element, 2, "C")
         counted = not isinstance(shared, types.NoneType)
+        if counted and narrow:
+            raise TypingError(refusal)
 
         def codegen(context, builder, signature, args):
             module = builder.module
@@ -217,6 +239,7 @@ else:
     from llvmlite import ir
     from numba import cuda
     from numba.cuda import cgutils, types
+    from numba.cuda.core.errors import TypingError
     from numba.cuda.extending import (
         intrinsic,
         make_attribute_wrapper,

@@ -30,14 +30,14 @@ def test_row_tiles_are_those_with_a_visible_key(N_q, N_k):
         rows = range(i * TILING.B_r, min(N_q, (i + 1) * TILING.B_r))
         keys = {j // TILING.B_c for r in rows for j in range(N_k) if j <= r + N_k - N_q}
         expected.append(len(keys))
-    assert cycles.row_tiles(problem("fa2", N_q, N_k, causal=True)) == expected
-    assert cycles.row_tiles(problem("fa2", N_q, N_k)) == [TILING.T_c(N_k)] * TILING.T_r(N_q)
+    assert cycles.visited_tiles(problem("fa2", N_q, N_k, causal=True)) == expected
+    assert cycles.visited_tiles(problem("fa2", N_q, N_k)) == [TILING.T_c(N_k)] * TILING.T_r(N_q)
 
 
 def test_another_mask_is_refused():
     p = Problem("fa2", "fp32", 1, 1, 1, 64, 64, 64, TILING, masking.window(3, 3))
     with pytest.raises(ValueError, match="mask: got"):
-        cycles.row_tiles(p)
+        cycles.visited_tiles(p)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -45,7 +45,7 @@ def test_every_method_visits_the_same_tiles(causal):
     p = {m: cycles.visits(problem(m, causal=causal)) for m in ("fa1", "fa2")}
     fa2 = sum(v["S = Q K^T"] * n for v, n in p["fa2"]["fa2"])
     fa1 = sum(v["S = Q K^T"] * n for v, n in p["fa1"]["fa1_loop"])
-    assert fa1 == fa2 == 6 * sum(cycles.row_tiles(problem("fa2", causal=causal)))
+    assert fa1 == fa2 == 6 * sum(cycles.visited_tiles(problem("fa2", causal=causal)))
 
 
 def test_the_phases_are_those_of_the_kernels():

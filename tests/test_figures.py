@@ -1,7 +1,9 @@
 """The README's generated parts, from records made up here."""
 
+import gzip
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from fa2_numba.accounting.hardware import Case
 from fa2_numba.tiling import Tiling
 
 figures = pytest.importorskip("benchmarks.figures")
+report = pytest.importorskip("benchmarks.report")
 
 ABOUT = {
     "gpu": "a GPU",
@@ -55,8 +58,12 @@ def phases():
 
     def table(method, d, warnings=(), causal=False, N=4096):
         rows = [
-            {"kernel": method, "phase": phase, "share": share, "cycles_per_visit": cycles}
-            for phase, share, cycles in (("softmax", 0.25, 1234.0), ("P V", 0.5, None))
+            {"kernel": method, "phase": phase, "share": share, "cycles": cycles, "visits": visits}
+            for phase, share, cycles, visits in (
+                ("load Q_i", 0.05, 500.0, 4.0),
+                ("issue K_j, V_j", 0.2, 2468.0, 16.0),
+                ("S = Q K^T", 0.7, 8000.0, 8.0),
+            )
         ]
         problem = {"method": method, "d": d, "causal": causal, "batch": 1, "heads": 32,
                    "n_q": N, "dtype": "fp32"}  # fmt: skip
@@ -119,8 +126,13 @@ def test_numbers_of_the_verification_are_added_up_by_counter():
     ]
     assert below.startswith(
         "3 of 4 numbers of 2 kernel launches (2 cases) are the same integers, counted and read by "
-        "ncu 2025.3. Not compared: requests (load). "
+        "ncu 2025.3. Read and not compared, since addresses alone do not decide: "
     )
+
+
+def test_numbers_that_were_left_out_are_told():
+    _, below = part("verify")
+    assert re.search(r"\w+ \(\w+\), other than counted in 2 of 2 launches\. Not comp", below)
 
 
 def test_levels_are_those_of_full_fa2_in_the_order_of_n():
@@ -136,13 +148,16 @@ def test_levels_are_those_of_full_fa2_in_the_order_of_n():
 
 def test_phases_have_columns_for_each_head_dimension_of_full_fa2():
     (header, *rows), below = part("phases")
-    assert header == ["", "d = 64: share", "cycles a visit", "d = 128: share",
-                      "cycles a visit"]  # fmt: skip
-    assert rows == [["softmax", *["25.0%", "1,234"] * 2], ["P V", *["50.0%", ""] * 2]]
+    assert header == ["", "d = 64: share", "cycles", "d = 128: share", "cycles"]
+    assert rows == [
+        ["load Q_i", *["5.0%", "500 a block"] * 2],
+        ["issue K_j, V_j", *["20.0%", "308 a tile"] * 2],
+        ["S = Q K^T", *["70.0%", "1,000 a tile"] * 2],
+    ]
     for text in (
         "cover 98.7%",
         "a mark takes 12 cycles",
-        "2.1% slower than the plain",
+        "+2.1% of the plain one's time more",
         "; a wind.",
     ):
         assert text in below
@@ -207,3 +222,18 @@ def test_the_readme_has_a_place_for_every_part():
     text = (Path(figures.__file__).parent.parent / "README.md").read_text()
     for name in (*figures.GENERATED, "tests", "counts"):
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
+
+
+def test_a_table_of_another_report_is_refused(tmp_path, monkeypatch):
+    made, target = tmp_path / "made", tmp_path / "none" / "report"
+    (made / "figures").mkdir(parents=True)
+    (made / "traffic.json").write_text("[]")
+    (made / "trace.json").write_text("{}")
+    report.keep(made, target, dict(ABOUT))
+    assert json.loads((target / "about.json").read_text())["gpu"] == ABOUT["gpu"]
+    assert gzip.decompress((target / "trace.json.gz").read_bytes()) == b"{}"
+    (target / "traffic.json").write_text("[1]")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["figures", "--gpu", "none", "--check"])
+    with pytest.raises(SystemExit, match="another report"):
+        figures.main()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from numba import cuda
+from numba.core.errors import TypingError
 from strategies import Backend, Case, Kernel, forall
 
 from fa2_numba import api, hbm, launch, simulator, smem
@@ -46,6 +47,23 @@ def test_limits(size):
     assert smem.wavefronts(one_bank, size) == (32, 32 - size // 4)
     assert smem.wavefronts({}, size) == (0, 0)
     assert smem.wavefronts({17: 4096}, size) == (1, 0)
+
+
+def test_other_sizes_are_refused():
+    with pytest.raises(ValueError, match="size: got 2, accepted: 4, 8, 16 bytes"):
+        smem.wavefronts({0: 0}, 2)
+
+
+def test_a_narrow_tile_does_not_count(backend: Backend) -> None:
+    tile = smem.shared_tile(1, 64, np.uint16, 0)
+
+    def kernel(shared):
+        tile(shared)[0, 0] = np.uint16(1)
+
+    launch.launch(hbm.jit(kernel), 1, 32, 0, 128, None)
+    error = TypeError if simulator.ACTIVE else TypingError
+    with pytest.raises(error, match="elements of 4 or 8 bytes, got uint16"):
+        launch.launch(hbm.jit(kernel), 1, 32, 0, 128, smem.SharedTally(1).argument)
 
 
 def test_widest():

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from fa2_numba.io_model import SOFTMAX_ROWS, row_tiles
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import ceil_div
-
-SOFTMAX_ROWS = 4  # of a block of `standard_softmax`, one warp each
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class Cost:
     alone, full : dict
         Phase to cycles of one visit, with one block on an SM and with `places`.
     rest_alone, rest_full : float
-        Cycles of a block outside its phases: its start, its end, the change to the next block.
+        Cycles for each block in which a place of an SM had none of its phases, in the launch that
+        was timed: starts and ends of blocks, changes from one to the next, and places that stood
+        empty because blocks did not end together.
     places : int
         Blocks that fit on an SM.
     """
@@ -53,27 +54,21 @@ class Cost:
         return alone + (full - alone) * (resident - 1) / (self.places - 1)
 
 
-def row_tiles(problem: Problem) -> list[int]:
-    """Key tiles that each row tile of a head visits, for no mask and for the causal one.
+def visited_tiles(problem: Problem) -> list[int]:
+    """Key tiles that each row tile of a head visits.
 
     Raises
     ------
     ValueError
-        Another mask: the model knows these two.
+        A mask that is not none, causal or causal-skip: the model knows these.
     """
-    p, t = problem, problem.tiling
-    if p.mask.name not in ("none", "causal"):
-        raise ValueError(f"mask: got {p.mask.name!r}, accepted: none or causal")
-    if p.mask.name == "none":
-        return [t.T_c(p.N_k)] * t.T_r(p.N_q)
-    ends = (min(p.N_q, (i + 1) * t.B_r) + p.N_k - p.N_q for i in range(t.T_r(p.N_q)))
-    return [ceil_div(max(0, min(p.N_k, end)), t.B_c) for end in ends]
+    return [tiles for _, tiles in row_tiles(problem)]
 
 
 def visits(problem: Problem) -> dict[str, list[tuple[dict[str, int], int]]]:
     """Kernel to its blocks in launch order, as (visits of each phase, how many such blocks)."""
     p, t = problem, problem.tiling
-    tiles, heads = row_tiles(p), p.B * p.H
+    tiles, heads = visited_tiles(p), p.B * p.H
     T_c = t.T_c(p.N_k)
     if p.method == "fa2":
         every = ("issue K_j, V_j", "land K_j, V_j", "S = Q K^T", "softmax", "P V")

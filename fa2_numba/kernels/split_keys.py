@@ -7,8 +7,9 @@ splits Q_i instead (`fa2`): a warp owns whole rows and has nothing to exchange.
 
 Grid       one block for each row tile of each head of each batch.
 HBM        as `fa2`, to the element.
-Shared     Q_i, K_j, V_j, P_ij as `fa2`, and what split-K adds: the warps' row maxima M (warps x
-           B_r) and their parts of P V, R (warps * B_r x d).
+Shared     Q_i, K_j, V_j, P_ij as `fa2`, and what split-K adds: M, a row of B_r for each warp's
+           row maxima (at the end, its row sums) and one for alpha; R (warps * B_r x d), the warps'
+           parts of P V.
 Registers  each thread: its part of S_ij (all rows, the warp's keys) and of the warp's P V; its
            share of O_i, which the warps split as `SHARE` neighbours of a row.
 

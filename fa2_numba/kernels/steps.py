@@ -187,10 +187,11 @@ def launch(problem: Problem, A: Operands, variant: str) -> None:
     kernel, shared_bytes = build(
         p.tiling, p.d, p.dtype, p.mask.rule, p.load_width, p.store_width, variant
     )
-    blocks = p.H * p.B * (1 if variant == ONE_BLOCK else p.tiling.T_r(p.N_q))
+    row_tiles = p.tiling.T_r(p.N_q)
+    blocks = p.H * p.B * (min(row_tiles, 1) if variant == ONE_BLOCK else row_tiles)
     A.run(
         kernel,
-        blocks if p.N_q else 0,
+        blocks,
         p.tiling.threads,
         shared_bytes,
         A.array("Q", "load Q_i"),
