@@ -42,7 +42,7 @@ report: $(REPORT) ## the IO report: on the GPU if there is one, else on the simu
 # Numba reads NUMBA_ENABLE_CUDASIM once, when it is imported: simulator and compiler need a process each.
 test: $(DEV) ## all tests that need no GPU
 	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest tests -m "not gpu and not codegen" -n 2
-	NUMBA_ENABLE_CUDASIM=0 $(PY) -m pytest tests -m codegen
+	NUMBA_ENABLE_CUDASIM=0 $(PY) -m pytest tests -m codegen -n 2
 	@echo "GPU tests: $(if $(GPU_EXTRA),not part of this target. A CUDA GPU was found: run make test-gpu,not run here (no CUDA GPU). On a machine with one: make test-gpu)"
 
 test-gpu: $(GPU) ## the tests on a GPU, recorded as JSON (ARGS="...")

@@ -12,6 +12,7 @@ query row on the key axis)::
     O_i  = sum_j exp(S_ij - L_i) v_j      0 for such a row
 
 A key that a row cannot see never influences the row, whatever bits its K and V hold.
+`attention_backward` defines the gradients by q, k and v.
 No CUDA here, and no kernel imports this file.
 """
 
@@ -110,6 +111,8 @@ class _Head:
     """One (b, h): Q (R, d) already scaled, K and V (N_k, d), S (R, N_k) with -inf where masked."""
 
     index: tuple[int, int]
+    index_k: tuple[int, int]  # of the K and V that it reads
+    scale: float
     Q: Array
     K: Array
     V: Array
@@ -122,14 +125,15 @@ class _Head:
         P = np.exp(self.S - np.where(m == -np.inf, 0, m))  # a row without keys: exp(-inf) = 0
         return m, P, P.sum(axis=-1, keepdims=True)
 
-    def weigh(self, P: Array, V: Array) -> Array:
-        """P V without the terms of masked keys, so that 0 * NaN cannot occur in them."""
-        finite = np.isfinite(V).all(axis=-1, keepdims=True)
-        total: Array = P @ np.where(finite, V, 0)
-        for j in np.flatnonzero(~finite):
-            rows = self.visible[:, j]
-            total[rows] += P[rows, j, None] * V[j]
-        return total
+
+def _weigh(P: Array, V: Array, visible: Array) -> Array:
+    """P V without the terms of masked keys, so that 0 * NaN cannot occur in them."""
+    finite = np.isfinite(V).all(axis=-1, keepdims=True)
+    total: Array = P @ np.where(finite, V, 0)
+    for j in np.flatnonzero(~finite):
+        rows = visible[:, j]
+        total[rows] += P[rows, j, None] * V[j]
+    return total
 
 
 def _four_dimensions(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -191,7 +195,8 @@ def _heads(
         if biases is not None:
             S = S + biases[b, h, r].astype(dtype)
             visible = visible & (biases[b, h, r] != -np.inf)
-        yield _Head((b, h), Q_h, K_h, V_h, np.where(visible, S, -np.inf), visible)
+        S = np.where(visible, S, -np.inf)
+        yield _Head((b, h), (b, h_k), scale, Q_h, K_h, V_h, S, visible)
 
 
 def attention_reference(
@@ -257,7 +262,7 @@ def attention_reference(
             alibi_slopes=alibi_slopes, bias=bias, rows=rows,
         ):  # fmt: skip
             m, P, l = head.softmax()
-            out[head.index] = head.weigh(P, head.V) / np.where(l == 0, 1, l)
+            out[head.index] = _weigh(P, head.V, head.visible) / np.where(l == 0, 1, l)
             lse[head.index] = (m + np.log(l))[:, 0]
     return out.reshape(*q.shape[:-2], R, d), lse.reshape(*q.shape[:-2], R)
 
@@ -303,6 +308,112 @@ def merge(
         return out / np.where(w == 0, 1, w), (m + np.log(w))[..., 0]
 
 
+# Gradients ---------------------------------------------------------------------------------------
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dlse: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: ArrayLike | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    rows: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of a loss by q, k and v, untiled, in float64.
+
+    FlashAttention-2, Algorithm 2 (Dao 2023), with P computed anew from the scores, and two terms
+    that the paper does not have: L has a gradient of its own, dL, and softcap a derivative ::
+
+        P  = exp(S - L)                       0 where masked
+        dV = P^T dO
+        dP = dO V^T
+        D  = rowsum(dO o O)
+        dS = P o (dP - D + dL)                since dL_i/dS_ij = P_ij
+        dS = dS / cosh^2(scale Q K^T / softcap)   with softcap: tanh' = 1/cosh^2
+        dQ = scale dS K
+        dK = scale dS^T Q
+
+    dK and dV of a key head are sums over the query heads that read it. ALiBi and `bias` are
+    constants: they change S and get no gradient. A score change of your own is a `bias` if it adds
+    a constant; there is no argument for one that does not.
+
+    Parameters
+    ----------
+    dout : (..., N_q, d)
+        Gradient of the loss by out.
+    q, k, v, scale, causal, window, mask, softcap, alibi_slopes, bias
+        As in `attention_reference`. Arrays are float16, bfloat16, float32 or float64, not
+        necessarily alike.
+    dlse : (..., N_q)
+        Gradient of the loss by lse; None is 0.
+    rows : integers (R,)
+        The loss of these query rows only: dout, dlse and dq have R rows. dk and dv are sums over
+        rows, so those of disjoint sets of rows add up.
+
+    Returns
+    -------
+    dq : (..., N_q, d)
+    dk, dv : the shape of k
+        A pair that is masked contributes exactly nothing, whatever its row or key holds: 0 for a
+        row without a visible key, and for a key that no row sees.
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit, H is no multiple of H_k, or a window bound is below -1.
+    TypeError
+        An array is of another dtype, or the mask is not boolean.
+
+    Notes
+    -----
+    ``exp(S - L)`` is computed as ``exp(S - m) / l``: the same number, without the rounding of L,
+    which at scores of 1e16 swallows log l.
+    """
+    Q, K, V = _four_dimensions(q, k, v)
+    B, H, N_q, d = Q.shape
+    R = N_q if rows is None else len(np.asarray(rows))
+    of_rows = (*q.shape[:-2], R)
+    dlse = np.zeros(of_rows) if dlse is None else dlse
+    for name, x, shape in (("dout", dout, (*of_rows, d)), ("dlse", dlse, of_rows)):
+        if x.shape != shape:
+            raise ValueError(f"{name}: got {x.shape}, accepted is {shape}")
+    for name, x in {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}.items():
+        if x.dtype not in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+            raise TypeError(
+                f"{name}: got {x.dtype}, accepted are float16, bfloat16, float32, float64"
+            )
+
+    dO = dout.reshape(B, H, R, d).astype(np.float64)
+    dL = dlse.reshape(B, H, R, 1).astype(np.float64)
+    dQ, dK, dV = np.zeros((B, H, R, d)), np.zeros(K.shape), np.zeros(V.shape)
+    with np.errstate(all="ignore"):  # NaN and inf are data here
+        for head in _heads(
+            Q, K, V, np.float64, scale=scale, causal=causal, window=window, mask=mask,
+            softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, rows=rows,
+        ):  # fmt: skip
+            dO_h, dL_h, visible = dO[head.index], dL[head.index], head.visible
+            _, P, l = head.softmax()
+            P = np.where(visible, P / l, 0)
+            dP = dO_h @ head.V.T
+            D = (dO_h * _weigh(P, head.V, visible)).sum(axis=-1, keepdims=True)
+            dS = P * (dP - D + dL_h)
+            if softcap:
+                dS = dS / np.cosh(head.Q @ head.K.T / float(softcap)) ** 2
+            dS = np.where(visible, dS, 0)  # a masked V_j may have made dP_ij NaN
+            dQ[head.index] = head.scale * _weigh(dS, head.K, visible)
+            dK[head.index_k] += _weigh(dS.T, head.Q, visible.T)  # head.Q is scale Q
+            dV[head.index_k] += _weigh(P.T, dO_h, visible.T)
+    return dQ.reshape(dout.shape), dK.reshape(k.shape), dV.reshape(v.shape)
+
+
 # How far a kernel may be off ---------------------------------------------------------------------
 
 
@@ -345,8 +456,8 @@ def rounding_error(q: Array, k: Array, v: Array, **problem: Any) -> tuple[float,
             e = 8 + abs(head.Q) @ abs(head.K).T + (2 + math.sqrt(d)) * abs(head.S)
             var = (P * np.where(head.visible, e, 0)) ** 2  # of P_ij, in units of u^2
             sum_var = var.sum(axis=-1, keepdims=True)
-            O = head.weigh(P, head.V)
-            out = head.weigh(2 * (var + P), head.V**2) + 2 * (sum_var + N_k) * O**2
+            O = _weigh(P, head.V, head.visible)
+            out = _weigh(2 * (var + P), head.V**2, head.visible) + 2 * (sum_var + N_k) * O**2
             for n, square in enumerate((out, sum_var + N_k)):
                 finite = square[np.isfinite(square)]
                 worst[n] = max(worst[n], u * math.sqrt(finite.max(initial=0.0)))

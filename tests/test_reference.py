@@ -17,6 +17,7 @@ from fa2_numba.reference import (
     RowTile,
     assert_attention,
     assert_close_to_reference,
+    attention_backward,
     attention_reference,
     attention_same_precision,
     causal_mask,
@@ -361,6 +362,331 @@ def test_batches_and_every_column_count() -> None:
         changed = q.copy()
         changed[..., c] = 0
         assert (attention_reference(changed, k, v, mask=mask)[1] != lse)[0].any()
+
+
+# Gradients ---------------------------------------------------------------------------------------
+
+# Gradients are sums of products of four factors below 30: a few thousand roundings of 1e-14.
+NEAR = {"rtol": 1e-11, "atol": 1e-10}
+# A fourth-order difference at h = 2e-4 errs by h^4 f'''''/30 and by 1e-16 f/h, here both below
+# 1e-8. A term that is missing or doubled shows in the first digits.
+DIFFERENCE = {"rtol": 1e-7, "atol": 1e-7}
+some = settings(max_examples=40, deadline=None)
+
+
+def upstream(q: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """dout and dlse."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal(q.shape), rng.standard_normal(q.shape[:-1])
+
+
+def loss(qkv: Any, dout: Any, dlse: Any, options: dict[str, Any]) -> float:
+    """A loss whose gradients by out and lse are dout and dlse; a constant lse has no part in it."""
+    out, lse = attention_reference(*qkv, **options)
+    return float((dout * out).sum() + (dlse * np.where(lse == -np.inf, 0, lse)).sum())
+
+
+def central_difference(f: Any, h: float = 2e-4) -> float:
+    """f'(0), good to h^4."""
+    return float((8 * (f(h) - f(-h)) - (f(2 * h) - f(-2 * h))) / (12 * h))
+
+
+def along(qkv: Any, n: int, direction: Any, *problem: Any) -> float:
+    """Derivative of the loss when the n-th of q, k, v moves in a direction."""
+
+    def f(t: float) -> float:
+        return loss([x + t * direction if m == n else x for m, x in enumerate(qkv)], *problem)
+
+    return central_difference(f)
+
+
+def ragged(seed: int, *shape: int) -> np.ndarray:
+    """A mask with a row that sees nothing and a key that no row sees."""
+    mask = np.random.default_rng(seed).random(shape) < 0.7
+    mask[..., 1, :] = mask[..., :, 2] = False
+    return mask
+
+
+def assert_near(got: Any, expected: Any) -> None:
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, **NEAR)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 3)])
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},  # of four rows and three keys, the first row sees nothing
+        {"window": (1, 0)},
+        {"mask": True},
+        {"mask": True, "causal": True, "window": (2, 1)},
+        {"softcap": 0.8},
+        {"alibi_slopes": [0.5, 0.3, 0.2, 0.1]},
+        {"alibi_slopes": [[0.5, 0.3, 0.2, 0.1]], "softcap": 0.8, "causal": True, "mask": True},
+        {"bias": True, "softcap": 1.5},
+        {"scale": -0.4},
+        {"scale": 0.0, "causal": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_gradients_are_central_differences(
+    options: dict[str, Any], with_dlse: bool, sizes: tuple[int, int]
+) -> None:
+    # flash-attention#2466 (softcap), #889 and pytorch#136232 (the gradient of the LSE)
+    n_q, n_k = sizes
+    options = dict(options)
+    qkv = random_qkv(20, (1, 4, n_q, 2), (1, 2, n_k, 2))
+    if "mask" in options:
+        options["mask"] = ragged(20, 4, n_q, n_k)
+    if "bias" in options:
+        options["bias"] = np.where(ragged(21, 4, n_q, n_k), upstream(np.ones(n_k), 22)[0], -np.inf)
+    dout, dlse = upstream(qkv[0], 23)
+    got = attention_backward(dout, *qkv, dlse=dlse if with_dlse else None, **options)
+    problem = dout, dlse if with_dlse else 0, options
+    for n, gradient in enumerate(got):
+        assert gradient.dtype == np.float64 and gradient.shape == qkv[n].shape
+        numeric = np.zeros(gradient.shape)
+        for at in np.ndindex(gradient.shape):
+            direction = np.zeros(gradient.shape)
+            direction[at] = 1
+            numeric[at] = along(qkv, n, direction, *problem)
+        np.testing.assert_allclose(gradient, numeric, **DIFFERENCE)
+
+
+@some
+@given(problems(empty=False), st.integers(0, 2**32 - 1))
+def test_gradients_in_a_random_direction(problem: Any, seed: int) -> None:
+    qkv, options = problem
+    dout, dlse = upstream(qkv[0], seed)
+    got = attention_backward(dout, *qkv, dlse=dlse, **options)
+    rng = np.random.default_rng(seed)
+    for n, gradient in enumerate(got):
+        direction = rng.standard_normal(gradient.shape)
+        direction /= np.linalg.norm(direction)
+        numeric = along(qkv, n, direction, dout, dlse, options)
+        np.testing.assert_allclose((gradient * direction).sum(), numeric, **DIFFERENCE)
+
+
+@some
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_what_gradients_sum_to(problem: Any, seed: int) -> None:
+    (q, k, v), options = problem
+    (B, H, n_q, d), H_k = q.shape, k.shape[1]
+    dout, dlse = upstream(q, seed)
+    out, lse = attention_reference(q, k, v, **options)
+    dq, dk, dv = attention_backward(dout, q, k, v, dlse=dlse, **options)
+    group = (B, H_k, H // H_k, n_q, d)
+    # out is linear in V with weights that sum to 1, or to 0 in a row without a visible key
+    sees = (lse > -np.inf)[..., None]
+    rows = (dout * sees).reshape(group).sum(axis=(2, 3))
+    assert_near([dv.sum(axis=2)], [rows])
+    assert_near([(dv * v).sum(axis=(2, 3))], [(dout * out).reshape(group).sum(axis=(2, 3, 4))])
+    # Q and K meet in q . k alone: (t Q, K / t) is the same problem
+    assert_near([(dq * q).reshape(group).sum(axis=(2, 3, 4))], [(dk * k).sum(axis=(2, 3))])
+    # k + c adds scale q_i . c to all scores of row i: lse moves by it, out does not. So a row of dS
+    # sums to its dlse, and the dK_j of a head to scale * sum_i dlse_i q_i
+    if options["softcap"] is None:
+        scale = d**-0.5 if options["scale"] is None else options["scale"]
+        moved = (scale * dlse[..., None] * sees * q).reshape(group).sum(axis=(2, 3))
+        assert_near([dk.sum(axis=2)], [moved])
+
+
+def test_without_dlse_a_constant_on_all_keys_changes_nothing() -> None:
+    q, k, v = random_qkv(24, (2, 5, 3), (2, 7, 3))
+    dout, _ = upstream(q, 24)
+    _, dk, _ = attention_backward(dout, q, k, v, causal=True)
+    assert abs(dk).max() > 0.1
+    np.testing.assert_allclose(dk.sum(axis=1), 0, **NEAR)
+    dq, _, _ = attention_backward(dout, q, np.ones_like(k), v, causal=True)  # dS times equal rows
+    np.testing.assert_allclose(dq, 0, **NEAR)
+
+
+def test_a_loss_of_the_lse_alone() -> None:
+    # flash-attention#889
+    q, k, v = random_qkv(25, (2, 5, 3), (2, 4, 3))
+    _, dlse = upstream(q, 25)
+    dq, dk, dv = attention_backward(np.zeros_like(q), q, k, v, dlse=dlse, causal=True)
+    assert (dv == 0).all() and abs(dk).max() > 0.1
+    PK, _ = attention_reference(q, k, k, causal=True)  # the mean key is the LSE's gradient by q
+    np.testing.assert_allclose(dq, 3**-0.5 * dlse[..., None] * PK, **EXACT)
+
+
+def test_gradients_of_one_key() -> None:
+    # flash-attention#334: NaN in dQ
+    q, k, v = random_qkv(26, (3, 16), (1, 16), np.float16)
+    dout, dlse = upstream(q, 26)
+    dq, dk, dv = attention_backward(dout, 3 * q, 3 * k, v)
+    assert_allclose((dq, dk), (0, 0))
+    np.testing.assert_allclose(dv, dout.sum(axis=0, keepdims=True), **EXACT)
+    dq, _, _ = attention_backward(dout, q, k, v, dlse=dlse)
+    np.testing.assert_allclose(dq, dlse[:, None] * k.astype(np.float64) / 4, **EXACT)
+
+
+def test_gradients_of_batches_and_heads_one_by_one() -> None:
+    q, k, v = random_qkv(27, (2, 4, 5, 3), (2, 4, 6, 3))
+    dout, dlse = upstream(q, 27)
+    mask, slopes = ragged(27, 2, 4, 5, 6), np.random.default_rng(27).random((2, 4))
+    whole = attention_backward(dout, q, k, v, dlse=dlse, mask=mask, alibi_slopes=slopes)
+    for b in range(2):
+        options = {"dlse": dlse[b], "mask": mask[b], "alibi_slopes": slopes[b]}
+        batch = attention_backward(dout[b], q[b], k[b], v[b], **options)
+        assert_equal(batch, [x[b] for x in whole])
+        for h in range(4):
+            options = {"dlse": dlse[b, h], "mask": mask[b, h], "alibi_slopes": slopes[b, h]}
+            one = attention_backward(dout[b, h], q[b, h], k[b, h], v[b, h], **options)
+            assert_equal(one, [x[b, h] for x in whole])
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (4, 1)])
+def test_grouped_gradients_are_sums_over_the_group(heads: tuple[int, int]) -> None:
+    H, H_k = heads
+    q, k, v = random_qkv(28, (2, H, 5, 4), (2, H_k, 6, 4))
+    dout, dlse = upstream(q, 28)
+    dq, dk, dv = attention_backward(dout, q, k, v, dlse=dlse, causal=True)
+    k, v = (np.repeat(x, H // H_k, axis=1) for x in (k, v))
+    all_dq, *all_kv = attention_backward(dout, q, k, v, dlse=dlse, causal=True)
+    all_dk, all_dv = (x.reshape(2, H_k, -1, 6, 4).sum(axis=2) for x in all_kv)
+    assert_near((dq, dk, dv), (all_dq, all_dk, all_dv))
+
+
+def test_permuted_keys_permute_their_gradients() -> None:
+    q, k, v = random_qkv(29, (2, 5, 3), (2, 7, 3))
+    dout, dlse = upstream(q, 29)
+    mask, to = ragged(29, 2, 5, 7), np.random.default_rng(29).permutation(7)
+    dq, dk, dv = attention_backward(dout, q, k, v, dlse=dlse, mask=mask, softcap=2.0)
+    assert_near(
+        attention_backward(dout, q, k[:, to], v[:, to], dlse=dlse, mask=mask[..., to], softcap=2.0),
+        (dq, dk[:, to], dv[:, to]),
+    )
+
+
+@some
+@given(problems(empty=False), st.lists(st.integers(0, 5)), st.integers(0, 2**32 - 1))
+def test_gradients_of_disjoint_rows_add_up(problem: Any, rows: list[int], seed: int) -> None:
+    (q, k, v), options = problem
+    dout, dlse = upstream(q, seed)
+    dq, dk, dv = attention_backward(dout, q, k, v, dlse=dlse, **options)
+    first = np.isin(np.arange(q.shape[2]), rows)
+    parts = [np.flatnonzero(first), np.flatnonzero(~first)]
+    of_rows = [
+        attention_backward(dout[:, :, r], q, k, v, dlse=dlse[:, :, r], rows=r, **options)
+        for r in parts
+    ]
+    for r, (some_dq, _, _) in zip(parts, of_rows, strict=True):
+        np.testing.assert_allclose(some_dq, dq[:, :, r], **NEAR)
+    assert_near([sum(x) for x in list(zip(*of_rows, strict=True))[1:]], (dk, dv))
+
+
+@some
+@given(problems(empty=False), st.sampled_from([np.nan, np.inf]), st.integers(0, 2**32 - 1))
+def test_what_no_row_sees_and_what_sees_nothing_has_no_gradient(
+    problem: Any, poison: float, seed: int
+) -> None:
+    # flash-attention#443: keys past the end, NaN in the backward
+    (q, k, v), options = problem
+    dout, dlse = upstream(q, seed)
+    rng = np.random.default_rng(seed)
+    keys, rows = rng.random(k.shape[2]) < 0.3, rng.random(q.shape[2]) < 0.3
+    mask = np.ones((*q.shape[:3], k.shape[2]), bool)
+    mask &= True if options["mask"] is None else options["mask"]
+    options["mask"] = mask & ~keys & ~rows[:, None]
+    dq, dk, dv = clean = attention_backward(dout, q, k, v, dlse=dlse, **options)
+    assert all(np.isfinite(x).all() for x in clean)
+    assert (dk[:, :, keys] == 0).all() and (dv[:, :, keys] == 0).all()
+    _, lse = attention_reference(q, k, v, **options)
+    assert (dq[lse == -np.inf] == 0).all() and (lse[:, :, rows] == -np.inf).all()
+    k[:, :, keys] = v[:, :, keys] = q[:, :, rows] = poison
+    dout[:, :, rows] = dlse[:, :, rows] = poison
+    assert_equal(attention_backward(dout, q, k, v, dlse=dlse, **options), clean)
+
+
+@pytest.mark.parametrize("poisoned", ["q", "k", "v", "dout", "dlse"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_visible_nan_reaches_what_meets_it_alone(poisoned: str, softcap: float | None) -> None:
+    # rows see their own key and the one before it
+    arrays = dict(zip("qkv", random_qkv(30, (6, 3), (6, 3)), strict=True))
+    arrays["dout"], arrays["dlse"] = upstream(arrays["q"], 30)
+    clean = attention_backward(**arrays, window=(1, 0), softcap=softcap)
+    arrays[poisoned][4] = np.nan
+    got = attention_backward(**arrays, window=(1, 0), softcap=softcap)
+    rows = [4, 5] if poisoned in "kv" else [4]
+    keys = [3, 4, 5] if poisoned in "kv" else [3, 4]
+    met = {0: rows, 1: keys, 2: keys}
+    if poisoned in ("v", "dlse"):
+        met[2] = []  # dV = P^T dO has neither
+    for n, (gradient, expected) in enumerate(zip(got, clean, strict=True)):
+        assert np.isnan(gradient[met[n]]).all()
+        others = np.setdiff1d(np.arange(6), met[n])
+        np.testing.assert_array_equal(gradient[others], expected[others])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 0, 5), (2, 2, 5, 0), (0, 2, 3, 3), (2, 0, 3, 3), (1, 1, 0, 0)]
+)
+def test_gradients_of_zero_sizes(shape: tuple[int, int, int, int], causal: bool) -> None:
+    B, H, N_q, N_k = shape
+    q, k, v = random_qkv(31, (B, H, N_q, 4), (B, H, N_k, 4), np.float16)
+    dout, dlse = upstream(q, 31)
+    got = attention_backward(dout, q, k, v, dlse=dlse, causal=causal)
+    for gradient, x in zip(got, (q, k, v), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()
+    q, k, v = np.zeros((2, 0)), np.zeros((3, 0)), np.zeros((3, 0))
+    assert [x.shape for x in attention_backward(q, q, k, v)] == [(2, 0), (3, 0), (3, 0)]
+
+
+def test_gradients_far_from_zero_scores() -> None:
+    # flash-attention#1052; cudnn-frontend#1072: the LSE around -128
+    q, k, v = random_qkv(32, (4, 3), (5, 3))
+    dout, dlse = upstream(q, 32)
+    expected = attention_backward(dout, q, k, v, dlse=dlse)
+    for shift in (-2000.0, -200.0, 200.0, 2000.0):
+        assert_near(attention_backward(dout, q, k, v, dlse=dlse, bias=shift), expected)
+    huge = np.full((2, 2), 1e18)  # two equal keys: half each, though log 2 is lost in the LSE
+    _, _, dv = attention_backward(np.ones((2, 2)), huge, huge, v[:2, :2])
+    np.testing.assert_allclose(dv, 1, **EXACT)
+    # where tanh is flat, the scores have no gradient
+    dq, dk, _ = attention_backward(dout, 1e4 * q, 1e4 * k, v, softcap=1.0)
+    assert (dq == 0).all() and (dk == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_of_the_inputs_as_they_are(dtype: Any) -> None:
+    q, k, v = random_qkv(33, (2, 5, 8), (2, 7, 8), dtype)
+    dout, dlse = (x.astype(dtype) for x in upstream(q, 33))
+    got = attention_backward(dout, q, k, v, dlse=dlse, causal=True, softcap=3.0)
+    dout, q, k, v, dlse = (x.astype(np.float64) for x in (dout, q, k, v, dlse))
+    assert_equal(got, attention_backward(dout, q, k, v, dlse=dlse, causal=True, softcap=3.0))
+    assert {x.dtype for x in got} == {np.dtype(np.float64)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"dout": np.zeros((2, 4, 8))}, ValueError, r"dout: got \(2, 4, 8\), accepted is \(2, 5"),
+        ({"dout": np.zeros((2, 5, 1))}, ValueError, "dout"),
+        ({"dlse": np.zeros((2, 5, 1))}, ValueError, r"dlse: .*accepted is \(2, 5\)"),
+        ({"rows": [0, 1]}, ValueError, r"dout: .*accepted is \(2, 2, 8\)"),
+        ({"q": np.zeros((3, 5, 8))}, ValueError, "q, k"),
+        ({"v": np.zeros((2, 6, 8))}, ValueError, "q, k, v"),
+        ({"window": (0, -3)}, ValueError, "window"),
+        ({"dout": np.zeros((2, 5, 8), complex)}, TypeError, "dout: got complex128, accepted are"),
+        ({"dlse": np.zeros((2, 5), int)}, TypeError, "dlse: got int64"),
+        ({"q": np.zeros((2, 5, 8), int)}, TypeError, "q: got int64"),
+        ({"k": np.zeros((2, 7, 8), bool)}, TypeError, "k: got bool"),
+        ({"v": np.zeros((2, 7, 8), np.longdouble)}, TypeError, "v: got"),
+        ({"mask": np.zeros((5, 7))}, TypeError, "mask: got float64"),
+        ({"score": np.tanh}, TypeError, "attention_backward.*score"),
+    ],
+)
+def test_errors_of_gradients_name_the_argument(
+    wrong: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q, k, v = random_qkv(34, (2, 5, 8), (2, 7, 8))
+    with pytest.raises(error, match=message):
+        attention_backward(**{"dout": q, "q": q, "k": k, "v": v} | wrong)
 
 
 # Public bug reports ------------------------------------------------------------------------------
