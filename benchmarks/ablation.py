@@ -17,11 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cupy
-
 from benchmarks.environment import environment, results_folder
-from benchmarks.gpu_time import compile_ahead, take_turns
-from fa2_numba import api, masking
+from benchmarks.gpu_time import compile_ahead, random_call, take_turns
+from fa2_numba import masking
 from fa2_numba.accounting import cycles
 from fa2_numba.kernels import fa2, split_keys, steps
 from fa2_numba.launch import Operands
@@ -119,13 +117,7 @@ IDEAS = (
 
 def call(v: Variant, batch: int, heads: int, n: int) -> Any:
     """A checked call on random normal data."""
-    generator = cupy.random.default_rng(0)
-    q, k, x = (
-        generator.standard_normal((batch, heads, n, D), dtype=cupy.float32) for _ in range(3)
-    )
-    made = api._Call(q, k, x, method="fa2", tiling=v.tiling, scale=None, out=None)
-    made.change(v.causal, None, v.mask, None, None, None)
-    return made
+    return random_call("fa2", batch, heads, n, n, D, v.causal, v.mask, v.tiling)
 
 
 def small(idea: int, side: str, counted: bool) -> None:

@@ -8,7 +8,6 @@ compares the two.
 The program runs itself under ncu.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import environment, results_folder
+from benchmarks.environment import environment, results_folder, write_record
 from fa2_numba.accounting import hardware
 
 SIZE = 8192  # floats of shared memory
@@ -126,11 +125,7 @@ def main() -> int:
     ]
     about = environment()
     path = results_folder(about["gpu"]) / "banks.json"
-    lines = ",\n  ".join(map(json.dumps, rows))
-    text = json.dumps({**about, "rows": []}, indent=1).replace(
-        '"rows": []', f'"rows": [\n  {lines}\n ]'
-    )
-    path.write_text(text + "\n")
+    write_record({**about, "rows": rows}, path)
     print(f"{len(rows)} patterns; written: {path}")
     return 0
 

@@ -21,8 +21,7 @@ import cupy
 import numpy as np
 
 from benchmarks.environment import environment, nvidia_smi, results_folder
-from benchmarks.gpu_time import compile_ahead, take_turns
-from fa2_numba import api
+from benchmarks.gpu_time import compile_ahead, random_call, take_turns
 from fa2_numba.accounting import cycles
 from fa2_numba.accounting.cycles import Cost
 from fa2_numba.clock import Timeline
@@ -34,20 +33,9 @@ HEAD_DIMS = (64, 128)
 CAUSAL = (False, True)
 
 
-def call(method: str, d: int, batch: int, heads: int, N_q: int, N_k: int, causal: bool) -> Any:
-    """A checked call on random normal data, ready to run."""
-    generator = cupy.random.default_rng(0)
-    q, k, v = (
-        generator.standard_normal((batch, heads, n, d), dtype=cupy.float32) for n in (N_q, N_k, N_k)
-    )
-    made = api._Call(q, k, v, method=method, tiling=None, scale=None, out=None)
-    made.change(causal, None, None, None, None, None)
-    return made
-
-
 def small(method: str, d: int, causal: bool, timed: bool) -> None:
     """Launch once, so that the kernels are compiled and cached."""
-    call(method, d, 1, 1, 256, 256, causal).run(timed=timed)
+    random_call(method, 1, 1, 256, 256, d, causal).run(timed=timed)
 
 
 def costs_of(seen: Timeline, visits: dict[str, int], places: int) -> tuple[dict[str, float], float]:
@@ -64,7 +52,7 @@ def costs_of(seen: Timeline, visits: dict[str, int], places: int) -> tuple[dict[
 
 def calibrate(method: str, d: int, SMs: int) -> tuple[dict[str, Cost], list[float]]:
     """Costs of each kernel of a method, and the cycles of a nanosecond that were seen."""
-    tiling = call(method, d, 1, 1, 256, 256, False).tiling
+    tiling = random_call(method, 1, 1, 256, 256, d).tiling
     T_r = max(n for n in range(1, 13) if SMs % n == 0)  # row tiles of a head
     N = T_r * tiling.B_r
     if method == "fa1":
@@ -76,7 +64,7 @@ def calibrate(method: str, d: int, SMs: int) -> tuple[dict[str, Cost], list[floa
     seen: dict[str, tuple[Any, ...]] = {}
     slopes = []
     for name, (heads, N_q, N_k) in (("alone", alone), ("full", full)):
-        ready = call(method, d, 1, heads, N_q, N_k, False)
+        ready = random_call(method, 1, heads, N_q, N_k, d)
         for _ in range(3):  # the last of three: warm, and the clock is up
             ran = ready.run(timed=True)
         cupy.cuda.Device().synchronize()
@@ -111,7 +99,7 @@ def rows(
     """A row for each configuration, predicted and measured; `rate` is that of a copy."""
     found = []
     for d, causal, n in itertools.product(HEAD_DIMS, CAUSAL, sizes):
-        calls = {m: call(m, d, TOKENS // n, HIDDEN // d, n, n, causal) for m in METHODS}
+        calls = {m: random_call(m, TOKENS // n, HIDDEN // d, n, n, d, causal) for m in METHODS}
         times = take_turns([c.run for c in calls.values()], rounds)
         for (method, ready), measured in zip(calls.items(), times, strict=True):
             costs, slopes = calibration[method, d]

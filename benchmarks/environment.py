@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -59,3 +60,16 @@ def results_folder(gpu: str) -> Path:
     folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def write_record(record: dict[str, Any], path: Path, allow_nan: bool = True) -> None:
+    """Write JSON with one row of a list a line; `allow_nan` as for ``json.dumps``."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value, allow_nan=allow_nan)
+        rows = (json.dumps(row, allow_nan=allow_nan) for row in value)
+        return "[\n  " + ",\n  ".join(rows) + "\n ]"
+
+    lines = ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in record.items())
+    path.write_text(f"{{\n {lines}\n}}\n")

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fa2_numba
-from benchmarks.environment import environment, nvidia_smi, results_folder
-from benchmarks.levels import write
+from benchmarks.environment import environment, nvidia_smi, results_folder, write_record
 from fa2_numba.accounting import levels
 from fa2_numba.io_model import predict, total
 from fa2_numba.problem import Problem
@@ -111,7 +110,7 @@ def main() -> None:
         "rows": rows,
     }
     target = results_folder(about["gpu"]) / "fig2.json"
-    write(record, target)
+    write_record(record, target)
     for r in rows:
         dram = r["dram_loads"] + r["dram_stores"]
         print(

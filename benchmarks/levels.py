@@ -9,13 +9,11 @@ written, and none starts once ``--seconds`` are over.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment, results_folder
+from benchmarks.environment import environment, results_folder, write_record
 from fa2_numba import api
 from fa2_numba.accounting import levels
 from fa2_numba.accounting.hardware import HardwareError
@@ -179,18 +177,6 @@ class Sweep:
         }
 
 
-def write(record: dict[str, Any], path: Path) -> None:
-    """JSON with one row of a list a line."""
-
-    def text(value: Any) -> str:
-        if not isinstance(value, list) or not value:
-            return json.dumps(value)
-        return "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "\n ]"
-
-    lines = ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in record.items())
-    path.write_text(f"{{\n {lines}\n}}\n")
-
-
 def main() -> None:
     """Measure, and write the JSON after each group."""
     from benchmarks.gpu_time import compile_ahead  # needs CuPy
@@ -208,7 +194,7 @@ def main() -> None:
     sweep = Sweep(options.max_n, options.seconds)
     for said in sweep.run():
         if sweep.problems:
-            write(sweep.record(about), target)
+            write_record(sweep.record(about), target)
         print(said, flush=True)
     for note in sweep.notes:
         print(note)

@@ -12,14 +12,13 @@ plain one.
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from typing import Any
 
 import cupy
 
-from benchmarks.environment import environment, results_folder
+from benchmarks.environment import environment, results_folder, write_record
 from benchmarks.gpu_time import compile_ahead
 from fa2_numba import api, attention
 from fa2_numba.accounting import timing
@@ -72,13 +71,6 @@ def rounded(x: Any) -> Any:
     return [rounded(value) for value in x] if isinstance(x, list | tuple) else x
 
 
-def as_text(record: dict[str, Any]) -> str:
-    """The record as JSON, a table to a line."""
-    lines = ",\n  ".join(json.dumps(table, allow_nan=False) for table in record["tables"])
-    text = json.dumps({**record, "tables": []}, indent=1, allow_nan=False)
-    return text.replace('"tables": []', f'"tables": [\n  {lines}\n ]') + "\n"
-
-
 def main() -> int:
     """Time, print, write the JSON; 1 if something demanded is not so."""
     parser = argparse.ArgumentParser(
@@ -129,7 +121,7 @@ def main() -> int:
         "tables": tables,
     }
     path = results_folder(about["gpu"]) / "phases.json"
-    path.write_text(as_text(record))
+    write_record(record, path, allow_nan=False)
     for text in (*failed, *(f"left out: {name}" for name in left_out)):
         print(text)
     print(f"written: {path}")

@@ -12,7 +12,6 @@ works; the host's cost of one call is recorded on its own. FLOPs: 4 N^2 d per he
 import argparse
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,36 +26,13 @@ except ImportError:
 
 import fa2_numba
 from benchmarks.environment import environment, nvidia_smi, results_folder
+from benchmarks.gpu_time import take_turns
 from fa2_numba.launch import shared_limit
 from fa2_numba.tiling import choose
 
 TOKENS, HIDDEN = 16384, 2048
 PEER = "torch mem-efficient"
 BURST_MILLISECONDS = 30
-
-
-def milliseconds(call: Callable[[], Any], burst: int = 1) -> float:
-    """Time of one call on the GPU, averaged over a burst."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(burst):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / burst
-
-
-def take_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, `rounds` times, the calls taking turns after two warm-ups each."""
-    bursts = {}
-    for name, call in calls.items():
-        call()
-        bursts[name] = max(1, min(16, math.ceil(BURST_MILLISECONDS / milliseconds(call))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(milliseconds(call, bursts[name]))
-    return times
 
 
 def host_microseconds(call: Callable[[], Any], repeats: int = 50) -> float:
@@ -103,7 +79,8 @@ def rows(sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
         )
         calls = implementations(q, k, v, causal)
         teraflop = 4 * n * n * d * heads * batch * (0.5 if causal else 1.0) / 1e12
-        for name, times in take_turns(calls, rounds).items():
+        turns = take_turns(list(calls.values()), rounds, BURST_MILLISECONDS)
+        for name, times in zip(calls, turns, strict=True):
             speeds = [teraflop / (ms / 1e3) for ms in times]
             yield {
                 "implementation": name,
@@ -136,7 +113,7 @@ def host_costs() -> dict[str, float]:
 def matrix_rate() -> float:
     """TFLOP/s of an 8192^3 fp32 matrix product: the ceiling of fp32 arithmetic here."""
     a, b = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
-    times = take_turns({"product": lambda: a @ b}, 5)["product"]
+    (times,) = take_turns([lambda: a @ b], 5, BURST_MILLISECONDS)
     return round(2 * 8192**3 / statistics.median(times) / 1e9, 2)
 
 

@@ -10,19 +10,17 @@ puts them into the kernel cache for the process that ncu profiles.
 """
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.environment import environment, results_folder
+from benchmarks.environment import environment, results_folder, write_record
 from fa2_numba.accounting import hardware, verify
 from fa2_numba.accounting.hardware import Case
+from fa2_numba.accounting.launches import in_processes, launch
 from fa2_numba.accounting.verify import CountedLaunch
 
 # batch, heads, heads_kv, N_q, N_k: whole and ragged tiles, N_q below and above N_k, grouped heads.
@@ -85,8 +83,6 @@ def grids() -> tuple[list[list[Case]], list[list[Case]]]:
 
 def count(cases: Sequence[Case], on_chip: bool) -> list[CountedLaunch]:
     """Count the cases of one kernel, and run them plain, so that both are compiled and cached."""
-    from fa2_numba.accounting.launches import launch
-
     for case in cases:
         launch(case)
     return verify.count(cases, on_chip)
@@ -94,17 +90,13 @@ def count(cases: Sequence[Case], on_chip: bool) -> list[CountedLaunch]:
 
 def count_all(groups: Sequence[list[Case]], on_chip: Sequence[bool], workers: int) -> list[Any]:
     """What each group's launches counted, by worker processes."""
-    # Spawned, not forked: a CUDA context does not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    found = []
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # The longest to compile first.
-        order = sorted(range(len(groups)), key=lambda n: not on_chip[n])
-        waiting = {n: pool.submit(count, groups[n], on_chip[n]) for n in order}
-        for n, cases in enumerate(groups):
-            found.append(waiting[n].result())
-            about = f"{cases[0].method} {cases[0].dtype} d = {cases[0].d}"
-            print(f"counted {about}: {len(found[-1])} launches", flush=True)
+    order = sorted(range(len(groups)), key=lambda n: not on_chip[n])  # the longest to compile first
+    calls = in_processes(count, [(groups[n], on_chip[n]) for n in order], workers)
+    found: list[Any] = [None] * len(groups)
+    for n, call in zip(order, calls, strict=True):
+        found[n], first = call.result(), groups[n][0]
+        about = f"{first.method} {first.dtype} d = {first.d}"
+        print(f"counted {about}: {len(found[n])} launches", flush=True)
     return found
 
 
@@ -174,13 +166,15 @@ def main() -> int:
         },
     }
     path = results_folder(about["gpu"]) / "verify.json"
-    path.write_text(as_text(record, found))
+    write_record(with_rows(record, found), path)
     print(f"written: {path}")
     return 1 if differing else 0
 
 
-def as_text(record: dict[str, Any], found: Sequence[tuple[list[Case], verify.Verification]]) -> str:
-    """The record as JSON, a case and a row to a line; a row names its case by number.
+def with_rows(
+    record: dict[str, Any], found: Sequence[tuple[list[Case], verify.Verification]]
+) -> dict[str, Any]:
+    """The record with its cases and rows; a row names its case by number.
 
     A row whose "exact" is false shows a counter that addresses alone do not decide.
     """
@@ -196,11 +190,7 @@ def as_text(record: dict[str, Any], found: Sequence[tuple[list[Case], verify.Ver
             rows.append(line if row.exact else {**line, "exact": False})
         cases += [asdict(case) for case in part_cases]
         launches += part.launches
-    text = json.dumps({**record, "cases": [], "rows": []}, indent=1)
-    for name, lines in {"cases": cases, "rows": rows}.items():
-        joined_lines = ",\n  ".join(map(json.dumps, lines))
-        text = text.replace(f'"{name}": []', f'"{name}": [\n  {joined_lines}\n ]')
-    return text + "\n"
+    return {**record, "cases": cases, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -243,13 +243,19 @@ def phase_marks(phases: int) -> tuple[Any, Any, Any]:
     def finish(clock, ticks):
         raise NotImplementedError("called in kernels only")
 
-    @overload(begin, target="cuda")
-    def _begin(clock, ticks):
-        if isinstance(clock, types.NoneType):
-            return lambda clock, ticks: None
-        if isinstance(clock, types.Array):
-            return lambda clock, ticks: begin_rows(clock, ticks)
-        return lambda clock, ticks: begin_rows(clock[0], ticks)
+    def on_rows(name, function):
+        """`name` becomes `function` of the rows, however the clock holds them."""
+
+        @overload(name, target="cuda")
+        def choose(clock, ticks):
+            if isinstance(clock, types.NoneType):
+                return lambda clock, ticks: None
+            if isinstance(clock, types.Array):
+                return lambda clock, ticks: function(clock, ticks)
+            return lambda clock, ticks: function(clock[0], ticks)
+
+    on_rows(begin, begin_rows)
+    on_rows(finish, finish_rows)
 
     @overload(mark, target="cuda")
     def _mark(clock, ticks, phase):
@@ -264,14 +270,6 @@ def phase_marks(phases: int) -> tuple[Any, Any, Any]:
             mark_sum(ticks, phase, np.uint32(now & np.uint64(0xFFFFFFFF)))
 
         return mark_and_keep
-
-    @overload(finish, target="cuda")
-    def _finish(clock, ticks):
-        if isinstance(clock, types.NoneType):
-            return lambda clock, ticks: None
-        if isinstance(clock, types.Array):
-            return lambda clock, ticks: finish_rows(clock, ticks)
-        return lambda clock, ticks: finish_rows(clock[0], ticks)
 
     return begin, mark, finish
 

@@ -189,15 +189,7 @@ def shared_tile(rows: int, columns: int, dtype: Any, offset: int, row: int = 0) 
             raise TypingError(refusal)
 
         def codegen(context, builder, signature, args):
-            module = builder.module
-            if "fa2_smem" in module.globals:
-                memory = module.globals["fa2_smem"]
-            else:
-                memory = ir.GlobalVariable(
-                    module, ir.ArrayType(ir.IntType(8), 0), "fa2_smem", addrspace=3
-                )
-                memory.linkage = "external"
-                memory.align = ALIGNMENT
+            memory = shared_memory(builder.module, ALIGNMENT)
             i32, i64 = ir.IntType(32), ir.IntType(64)
             start = builder.gep(memory, [i32(0), i32(offset)], inbounds=True)
             llvm_type = context.get_data_type(element)
@@ -248,6 +240,8 @@ else:
         register_model,
     )
     from numba.cuda.np.numpy_support import from_dtype
+
+    from fa2_numba.ptx.emit import shared_memory
 
     class _CountedTileType(types.Type):
         """A tile, its tally and its row there."""

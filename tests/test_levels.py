@@ -603,7 +603,7 @@ def test_the_sweep_goes_group_by_group_and_counts_last(bench, tmp_path):
     assert [said.rpartition(" (")[0] for said in sweep.run()] == [
         "first", "second", "counted", "done",
     ]  # fmt: skip
-    bench.write(sweep.record({"gpu": "a GPU"}), tmp_path / "levels.json")
+    bench.write_record(sweep.record({"gpu": "a GPU"}), tmp_path / "levels.json")
     found = json.loads((tmp_path / "levels.json").read_text())
     assert [(p["method"], p["n_q"], p["counted"]) for p in found["points"]] == [
         ("fa2", 8, True), ("fa2", 16, True), ("standard", 8, True), ("fa2", 8, False),

@@ -6,8 +6,11 @@ exactly once, in order and without a warm-up, and writes for each case the names
 
 import contextlib
 import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,34 @@ def launch(case: Case) -> list[str]:
     with watched(lambda operands, name: names.append(name)):
         api.attention(*case.arrays(), **case.options())
     return names
+
+
+def in_processes(
+    run: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], workers: int | None = None
+) -> Iterator["Future[Any]"]:
+    """Call ``run(*a)`` for each `a`, many at a time, each in another process.
+
+    A kernel takes seconds to compile; what one process has compiled is in the kernel cache for the
+    others. Processes are spawned: a CUDA context does not survive a fork.
+
+    Parameters
+    ----------
+    run : callable
+        A module's function.
+    arguments : sequence of tuple
+        Those that take longest first.
+    workers : int, optional
+        Processes; default: one for each processor but one.
+
+    Yields
+    ------
+    Future
+        Of each call, in their order.
+    """
+    workers = workers or max(1, (os.cpu_count() or 1) - 1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(workers, len(arguments))), mp_context=context) as pool:
+        yield from [pool.submit(run, *a) for a in arguments]
 
 
 def main(argv: Sequence[str]) -> None:

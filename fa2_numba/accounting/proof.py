@@ -5,11 +5,8 @@ cannot be read here says why; a part that fails stops neither the others nor the
 """
 
 import contextlib
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 from fa2_numba import api
 from fa2_numba.accounting import hardware, levels, timing, verify
 from fa2_numba.accounting.hardware import Case, HardwareError
+from fa2_numba.accounting.launches import in_processes
 from fa2_numba.accounting.plots import length
 from fa2_numba.accounting.sweep import Sweep, free_pooled_memory
 from fa2_numba.accounting.tables import METHODS
@@ -220,15 +218,9 @@ def _run(how: str, case: Case) -> None:
 def compile_ahead(jobs: Sequence[tuple[str, Case]]) -> list[BaseException]:
     """Run each job in another process, many at a time, so that its kernels are in the kernel cache.
 
-    A kernel takes seconds to compile.
-
     Returns
     -------
     list of exception
         Of the jobs that failed; they fail again where they are needed.
     """
-    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
-    workers = min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        done = [pool.submit(_run, *job).exception for job in jobs]
-        return [error for of in done if (error := of())]
+    return [error for call in in_processes(_run, jobs) if (error := call.exception())]

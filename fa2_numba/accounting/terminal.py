@@ -17,7 +17,7 @@ from fa2_numba.reference import InnerStep, RowTile
 from fa2_numba.traffic import Traffic
 
 
-def _table(title: str, header: Sequence[str], text: int, gap: int = 2) -> Table:
+def new_table(title: str, header: Sequence[str], text: int, gap: int = 2) -> Table:
     """A table whose first `text` columns are left-aligned, `gap` blanks between columns."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, gap, 0, 0)
@@ -46,7 +46,7 @@ def summary(sweep: Sweep, growth: list[Growth]) -> Table:
     """One line for each method and mask: counts at the largest N, exponent, error."""
     header = ["input", "method, mask", "N", "bytes\ncounted", "bytes\npredicted", "differ"]
     header += ["slope", "error /\nallowed"]
-    table = _table("Bytes issued to global memory, at the largest N of each", header, 2, gap=1)
+    table = new_table("Bytes issued to global memory, at the largest N of each", header, 2, gap=1)
     for column in table.columns[1:]:
         column.no_wrap = True
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
@@ -79,7 +79,7 @@ def exactness(found: list[Exactness]) -> Table:
     """One line for each output checked."""
     header = ["input", "method", "mask", "dtype", "rows"]
     header += ["error\nof O", "\nallowed", "error\nof L", "\nallowed", ""]
-    table = _table("Largest absolute error against the float64 reference", header, 4)
+    table = new_table("Largest absolute error against the float64 reference", header, 4)
     for e in found:
         numbers = (e.out_error, e.out_allowed, e.lse_error, e.lse_allowed)
         table.add_row(
@@ -99,7 +99,7 @@ def traffic(title: str, predicted: list[Traffic], counted: list[Traffic] | None)
     sides = ("predicted", "counted") if counted is not None else ("predicted",)
     header = ["array", "phase", "op"]
     header += [f"{what}\n{side}" for what in ("bytes", "requests", "sectors") for side in sides]
-    table = _table(title, header, 3)
+    table = new_table(title, header, 3)
     found = {
         "predicted": {r.key: r for r in predicted},
         "counted": {r.key: r for r in counted or ()},

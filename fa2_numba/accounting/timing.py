@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from fa2_numba import api, masking, simulator
+from fa2_numba.accounting.terminal import new_table
 from fa2_numba.accounting.trace import PHASES, UNEVEN, Alignment, alignment
 from fa2_numba.clock import EMPTY_MARKS, PhaseClock, Timeline, build_empty_marks
 from fa2_numba.launch import Launch, Operands, launch, on_device
@@ -592,15 +593,6 @@ def tables(found: PhaseTable) -> list[Table]:
     return [_phase_table(found), _kernel_table(found)]
 
 
-def _new_table(title: str, header: Sequence[str], text: int) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
-    )
-    for n, name in enumerate(header):
-        table.add_column(name, justify="left" if n < text else "right")
-    return table
-
-
 def _number(x: float | None, digits: int = 0) -> str:
     return "" if x is None else f"{x:,.{digits}f}"
 
@@ -609,7 +601,7 @@ def _phase_table(found: PhaseTable) -> Table:
     unit = "steps" if found.emulated else "cycles"
     header = ["kernel", "phase", f"{unit}\nof a block", "IQR", "less marks", "share\nof block"]
     header += ["visits", f"{unit}\nper visit", "ns"]
-    table = _new_table("Phases", header[: 8 if found.emulated else 9], 2)
+    table = new_table("Phases", header[: 8 if found.emulated else 9], 2)
     for row in found.rows:
         cells = [
             row.kernel,
@@ -628,7 +620,7 @@ def _phase_table(found: PhaseTable) -> Table:
 
 def _kernel_table(found: PhaseTable) -> Table:
     header = ["", *(k.kernel for k in found.kernels)]
-    table = _new_table("Kernels", header, 1)
+    table = new_table("Kernels", header, 1)
 
     def line(name: str, *cells: str) -> None:
         if any(cells):

@@ -21,6 +21,7 @@ from fa2_numba.accounting.hardware import (
     HardwareError,
     NotPermitted,
 )
+from fa2_numba.accounting.terminal import new_table
 
 # What a counter's quantity is in a traffic row. An instruction of a warp is one request. (Bytes
 # are those that the lanes of an instruction do not share: `Operands.distinct_bytes`.)
@@ -324,15 +325,10 @@ def sizes(problem: dict[str, Any]) -> str:
 def table(found: Verification) -> Table:
     """One line for each launch: what the hardware counted, and how many numbers differ."""
     title = "Global memory by the hardware's counters, launch by launch"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
-    )
-    for name in ("method", "dtype", "mask", "B × H × N_q × N_k", "kernel"):
-        table.add_column(name, overflow="fold")
+    about = ("method", "dtype", "mask", "B × H × N_q × N_k", "kernel")
     shown = [(quantity, op) for quantity in ("bytes", "requests", "sectors") for op in ISSUED]
-    for quantity, op in shown:
-        table.add_column(f"{quantity}\n{op}", justify="right")
-    table.add_column("differ", justify="right")
+    numbers = (f"{quantity}\n{op}" for quantity, op in shown)
+    table = new_table(title, [*about, *numbers, "differ"], len(about))
     for _, group in groupby(found.rows, lambda row: row.launch):
         rows = list(group)
         p, read = rows[0].problem, {(row.quantity, row.op): row.hardware for row in rows}

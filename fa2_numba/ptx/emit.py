@@ -176,6 +176,16 @@ else:
             return "f"
         return {32: "r", 64: "l"}[value.type.width]
 
+    def shared_memory(module, alignment):
+        """The block's dynamic shared memory in an LLVM module, aligned so, or more if it is."""
+        memory = module.globals.get("fa2_smem")
+        if memory is None:
+            bytes_ = ir.ArrayType(ir.IntType(8), 0)
+            memory = ir.GlobalVariable(module, bytes_, "fa2_smem", addrspace=3)
+            memory.linkage = "external"
+        memory.align = max(memory.align or 1, alignment)
+        return memory
+
     @intrinsic
     def smem_address(typingctx, offset):
         """The 32-bit address of byte `offset` of the block's dynamic shared memory.
@@ -184,12 +194,7 @@ else:
         """
 
         def codegen(context, builder, signature, args):
-            memory = builder.module.globals.get("fa2_smem")
-            if memory is None:
-                bytes_ = ir.ArrayType(ir.IntType(8), 0)
-                memory = ir.GlobalVariable(builder.module, bytes_, "fa2_smem", addrspace=3)
-                memory.linkage = "external"
-            memory.align = SHARED_ALIGNMENT
+            memory = shared_memory(builder.module, SHARED_ALIGNMENT)
             return builder.add(builder.ptrtoint(memory, ir.IntType(32)), args[0])
 
         return types.uint32(types.uint32), codegen
