@@ -377,12 +377,10 @@ def attention_backward(
     ``exp(S - L)`` is computed as ``exp(S - m) / l``: the same number, without the rounding of L,
     which at scores of 1e16 swallows log l.
     """
-    Q, K, V = _four_dimensions(q, k, v)
-    B, H, N_q, d = Q.shape
-    R = N_q if rows is None else len(np.asarray(rows))
-    of_rows = (*q.shape[:-2], R)
+    _four_dimensions(q, k, v)
+    of_rows = (*q.shape[:-2], q.shape[-2] if rows is None else len(np.asarray(rows)))
     dlse = np.zeros(of_rows) if dlse is None else dlse
-    for name, x, shape in (("dout", dout, (*of_rows, d)), ("dlse", dlse, of_rows)):
+    for name, x, shape in (("dout", dout, (*of_rows, q.shape[-1])), ("dlse", dlse, of_rows)):
         if x.shape != shape:
             raise ValueError(f"{name}: got {x.shape}, accepted is {shape}")
     for name, x in {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}.items():
@@ -390,20 +388,42 @@ def attention_backward(
             raise TypeError(
                 f"{name}: got {x.dtype}, accepted are float16, bfloat16, float32, float64"
             )
+    problem: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "mask": mask}
+    problem |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
+    return _gradients(np.float64, dout, q, k, v, None, None, dlse, rows=rows, **problem)
 
-    dO = dout.reshape(B, H, R, d).astype(np.float64)
-    dL = dlse.reshape(B, H, R, 1).astype(np.float64)
-    dQ, dK, dV = np.zeros((B, H, R, d)), np.zeros(K.shape), np.zeros(V.shape)
+
+def _gradients(
+    dtype: DTypeLike,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    lse: Array | None,
+    dlse: Array | None,
+    **problem: Any,
+) -> tuple[Array, Array, Array]:
+    """dQ, dK and dV in `dtype`; P and D from the given out and lse, or else from the scores."""
+    Q, K, V = _four_dimensions(q, k, v)
+    softcap = problem.get("softcap")
+    shape = (*Q.shape[:2], dout.shape[-2], Q.shape[3])
+    dO = dout.reshape(shape).astype(dtype)
+    dL = np.zeros(shape[:3], dtype) if dlse is None else dlse.reshape(shape[:3]).astype(dtype)
+    dQ, dK, dV = np.zeros(shape, dtype), np.zeros(K.shape, dtype), np.zeros(V.shape, dtype)
     with np.errstate(all="ignore"):  # NaN and inf are data here
-        for head in _heads(
-            Q, K, V, np.float64, scale=scale, causal=causal, window=window, mask=mask,
-            softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, rows=rows,
-        ):  # fmt: skip
-            dO_h, dL_h, visible = dO[head.index], dL[head.index], head.visible
-            _, P, l = head.softmax()
-            P = np.where(visible, P / l, 0)
+        for head in _heads(Q, K, V, dtype, **problem):
+            dO_h, dL_h, visible = dO[head.index], dL[head.index][:, None], head.visible
+            if out is None or lse is None:
+                _, P, l = head.softmax()
+                P = np.where(visible, P / l, 0)
+                O = _weigh(P, head.V, visible)
+            else:
+                O = out.reshape(shape)[head.index].astype(dtype)
+                L = lse.reshape(shape[:3])[head.index][:, None].astype(dtype)
+                P = np.where(visible & (L != -np.inf), np.exp(head.S - L), 0)
             dP = dO_h @ head.V.T
-            D = (dO_h * _weigh(P, head.V, visible)).sum(axis=-1, keepdims=True)
+            D = (dO_h * O).sum(axis=-1, keepdims=True)
             dS = P * (dP - D + dL_h)
             if softcap:
                 dS = dS / np.cosh(head.Q @ head.K.T / float(softcap)) ** 2
@@ -412,6 +432,30 @@ def attention_backward(
             dK[head.index_k] += _weigh(dS.T, head.Q, visible.T)  # head.Q is scale Q
             dV[head.index_k] += _weigh(P.T, dO_h, visible.T)
     return dQ.reshape(dout.shape), dK.reshape(k.shape), dV.reshape(v.shape)
+
+
+def attention_backward_same_precision(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    **problem: Any,
+) -> tuple[Array, Array, Array]:
+    """`attention_backward` rounded where the kernels round.
+
+    As Algorithm 2 does, it takes `out` and `lse` from the forward pass: ``P = exp(S - L)``,
+    ``D = rowsum(dO o O)``. Everything lives in the accumulation dtype, and the gradients are
+    rounded to the dtype of `q` at the end.
+    """
+    acc = accumulation_dtype(q.dtype)
+    made = _gradients(acc, dout, q, k, v, out, lse, dlse, **problem)
+    with np.errstate(over="ignore"):
+        dq, dk, dv = (x.astype(q.dtype) for x in made)
+    return dq, dk, dv
 
 
 # How far a kernel may be off ---------------------------------------------------------------------
@@ -462,6 +506,66 @@ def rounding_error(q: Array, k: Array, v: Array, **problem: Any) -> tuple[float,
                 finite = square[np.isfinite(square)]
                 worst[n] = max(worst[n], u * math.sqrt(finite.max(initial=0.0)))
     return worst[0], worst[1]
+
+
+def rounding_error_backward(
+    dout: Array, q: Array, k: Array, v: Array, *, dlse: Array | None = None, **problem: Any
+) -> tuple[float, float, float]:
+    """First-order rounding error of dq, dk and dv, as `rounding_error` estimates that of out.
+
+    ``P = exp(S - L)`` also has the rounding of S - L, so its relative error is ``e + u |L|``. With
+    G = dP - D + dL and F the derivative of softcap, dS = P G F errs by ::
+
+        P F (e |G|  +  u (|dO| . |v| + sqrt(d) |dP|)  +  u (|dP| + |D| + |dL|))
+
+    for each pair on its own, and by P F times the error of D for all keys of a row together. A
+    sum of n terms t adds ``u (sum |t| + sqrt(n) |sum t|)``. Independent errors add as squares.
+
+    Returns
+    -------
+    dq, dk, dv : float
+        The largest over all finite entries, absolute.
+    """
+    u = float(ml_dtypes.finfo(accumulation_dtype(q.dtype)).eps) / 2
+    Q, K, V = _four_dimensions(q, k, v)
+    dO = dout.reshape(Q.shape).astype(np.float64)
+    dL = np.zeros(Q.shape[:3]) if dlse is None else dlse.reshape(Q.shape[:3]).astype(np.float64)
+    cap = problem.get("softcap") or np.inf
+    largest = 0.0
+    var, size, total = (np.zeros((2, *K.shape)) for _ in range(3))  # of dK and dV
+    with np.errstate(all="ignore"):
+        for head in _heads(Q, K, V, np.float64, **problem):
+            visible, dO_h, dL_h = head.visible, dO[head.index], dL[head.index][:, None]
+            d, N_k = head.Q.shape[1], head.K.shape[0]
+            m, P, l = head.softmax()
+            P = np.where(visible, P / l, 0)
+            F = 1 / np.cosh(head.Q @ head.K.T / cap) ** 2
+            e = 8 + abs(head.Q) @ abs(head.K).T + (2 + math.sqrt(d)) * abs(head.S)
+            e = np.where(visible, e * (1 + 2 / cap) + abs(m + np.log(l)), 0)
+            O = _weigh(P, head.V, visible)
+            dP, D = dO_h @ head.V.T, (dO_h * O).sum(axis=-1, keepdims=True)
+            e_dP = abs(dO_h) @ abs(head.V).T + math.sqrt(d) * abs(dP)
+            e_D = (abs(dO_h) * abs(O)).sum(axis=-1, keepdims=True) + math.sqrt(d) * abs(D)
+            G = dP - D + dL_h
+            square = (e * G) ** 2 + e_dP**2 + (abs(dP) + abs(D) + abs(dL_h)) ** 2
+            var_dS = np.where(visible, (P * F) ** 2 * (square + e_D**2), 0) + 2 * (P * G) ** 2
+            var_dS = np.where(visible, var_dS, 0)
+            dS = np.where(visible, P * G * F, 0)
+
+            dQ = _weigh(var_dS, head.K**2, visible) + N_k * _weigh(dS, head.K, visible) ** 2
+            dQ += _weigh(abs(dS), abs(head.K), visible) ** 2
+            dQ += (e_D * _weigh(P * F, head.K, visible)) ** 2
+            finite = dQ[np.isfinite(dQ)]
+            largest = max(largest, abs(head.scale) * u * math.sqrt(finite.max(initial=0.0)))
+            for n, (of, X) in enumerate(((dS, head.Q), (P, dO_h))):
+                variance = var_dS if n == 0 else (P * e) ** 2
+                var[n][head.index_k] += _weigh(variance.T, X**2, visible.T)
+                size[n][head.index_k] += _weigh(abs(of).T, abs(X), visible.T)
+                total[n][head.index_k] += _weigh(of.T, X, visible.T)
+        terms = Q.shape[2] * Q.shape[1] / max(K.shape[1], 1)
+        square = var + size**2 + terms * total**2
+    dk, dv = (u * math.sqrt(x[np.isfinite(x)].max(initial=0.0)) for x in square)
+    return largest, dk, dv
 
 
 def tolerance(out_ref: Array, out_same: Array, inner: float | None = None) -> float:
@@ -559,6 +663,30 @@ def assert_attention(
     assert_close_to_reference(out, ref[0], same[0], name=f"{name}: out", inner=inner[0])
     if lse is not None:
         assert_close_to_reference(lse, ref[1], same[1], name=f"{name}: lse", inner=inner[1])
+
+
+def assert_attention_backward(
+    got: tuple[Array, Array, Array],
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    name: str,
+    **problem: Any,
+) -> None:
+    """`assert_close_to_reference` for dq, dk and dv of one problem, with its own `inner`.
+
+    `problem` is what `attention_backward` takes, without `rows`; `out` and `lse` are those that
+    the kernel got.
+    """
+    ref = attention_backward(dout, q, k, v, **problem)
+    same = attention_backward_same_precision(dout, q, k, v, out, lse, **problem)
+    inner = rounding_error_backward(dout, q, k, v, **problem)
+    for which, x, exact, rounded, e in zip(("dq", "dk", "dv"), got, ref, same, inner, strict=True):
+        assert_close_to_reference(x, exact, rounded, name=f"{name}: {which}", inner=e)
 
 
 # FlashAttention-2, step by step ------------------------------------------------------------------
