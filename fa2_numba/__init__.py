@@ -10,6 +10,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attention": "api",
+    "attention_backward": "backward",
+    "measure_backward": "backward",
+    "predict_backward": "backward",
+    "BackwardMeasurement": "backward",
+    "METHODS_BACKWARD": "backward",
     "measure": "api",
     "predict": "api",
     "trace": "api",
@@ -22,20 +27,32 @@ _HOME = {
 }
 __all__ = [
     "METHODS",
+    "METHODS_BACKWARD",
+    "BackwardMeasurement",
     "Measurement",
     "Tiling",
     "Trace",
     "Traffic",
     "attention",
+    "attention_backward",
     "masking",
     "measure",
+    "measure_backward",
     "predict",
+    "predict_backward",
     "trace",
 ]
 
 if TYPE_CHECKING:
     from fa2_numba import masking
     from fa2_numba.api import METHODS, Measurement, Trace, attention, measure, predict, trace
+    from fa2_numba.backward import (
+        METHODS_BACKWARD,
+        BackwardMeasurement,
+        attention_backward,
+        measure_backward,
+        predict_backward,
+    )
     from fa2_numba.tiling import Tiling
     from fa2_numba.traffic import Traffic
 

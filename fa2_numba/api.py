@@ -340,6 +340,7 @@ class _Shape:
         self.mask, self.score = masking.none(), masking.unchanged()
         # Names of mask and score arrays, and how many bear each; those of the kernels are taken.
         self.names = dict.fromkeys(("Q", "K", "V", "O", "L", "S", "P", "l", "m", "O_acc"), 1)
+        self.names |= dict.fromkeys(("dO", "dL", "D", "dS", "dQ", "dQ_acc", "dK", "dV"), 1)
 
     def change(
         self,
@@ -502,10 +503,27 @@ class _Call(_Shape):
         scale: float | None,
         out: Any,
     ):
+        self._take(q, k, v, method, tiling, scale)
+        Q = self.like
+        self.out = Q.empty(Q.layout.shape, Q.dtype) if out is None else out
+        self.views["out"] = arrays.operand("out", self.out)
+        if out is not None:
+            self._check_out()
+        acc = "fp64" if acc_bytes(self.dtype) == 8 else "fp32"
+        self.lse = Q.empty(Q.layout.shape[:-1], acc)
+        self.views["lse"] = arrays.operand("lse", self.lse)
+        for name, view in zip("QKVOL", self.views.values(), strict=True):
+            self.layouts[name] = self._four_axes(view.layout, 4 if name != "L" else 3)
+
+    def _take(
+        self, q: Any, k: Any, v: Any, method: str, tiling: Tiling | None, scale: float | None
+    ) -> None:
+        """Look at q, k and v, and check the sizes that they give."""
         self.views = {n: arrays.operand(n, a) for n, a in (("q", q), ("k", k), ("v", v))}
         Q, K = self.views["q"], self.views["k"]
         self._check_arrays()
-        super().__init__(
+        _Shape.__init__(
+            self,
             Q.layout.shape,
             None if len(Q.layout.shape) == 2 else K.layout.shape[-3],
             K.layout.shape[-2],
@@ -516,15 +534,6 @@ class _Call(_Shape):
         )
         self.scale = 1 / math.sqrt(self.d) if scale is None else _finite("scale", scale)
         self.like = Q
-        self.out = Q.empty(Q.layout.shape, Q.dtype) if out is None else out
-        self.views["out"] = arrays.operand("out", self.out)
-        if out is not None:
-            self._check_out()
-        acc = "fp64" if acc_bytes(self.dtype) == 8 else "fp32"
-        self.lse = Q.empty(Q.layout.shape[:-1], acc)
-        self.views["lse"] = arrays.operand("lse", self.lse)
-        for name, view in zip("QKVOL", self.views.values(), strict=True):
-            self.layouts[name] = self._four_axes(view.layout, 4 if name != "L" else 3)
 
     def _check_arrays(self) -> None:
         q = self.views["q"]

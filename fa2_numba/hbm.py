@@ -9,8 +9,8 @@ adds to a tally:
 * requests: one per warp instruction with an active lane;
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
-A kernel may do four things with a global array, besides asking its shape: read it, write it,
-`vector_load`, `vector_store`.
+A kernel may do five things with a global array, besides asking its shape: read it, write it,
+`vector_load`, `vector_store`, `atomic_add`.
 Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
 
 `phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel
@@ -26,7 +26,7 @@ import numpy as np
 
 from fa2_numba import simulator
 
-LOAD, STORE = 0, 1
+LOAD, STORE, ATOMIC, OPS = range(4)
 ELEMENTS, DISTINCT, REQUESTS, SECTORS, KINDS = range(5)
 SECTOR_BYTES = 32
 
@@ -67,8 +67,8 @@ class Counted:
 
     Notes
     -----
-    `counts` reads the tally: int64 of shape ``(phases, 2, KINDS)``, indexed by phase,
-    ``LOAD``/``STORE`` and ``ELEMENTS``, ``DISTINCT``, ``REQUESTS``, ``SECTORS``.
+    `counts` reads the tally: int64 of shape ``(phases, OPS, KINDS)``, indexed by phase,
+    ``LOAD``, ``STORE`` or ``ATOMIC`` and ``ELEMENTS``, ``DISTINCT``, ``REQUESTS``, ``SECTORS``.
     """
 
     def __init__(self, data: Any, phases: int = 1):
@@ -88,7 +88,7 @@ class Counted:
             # is contiguous.
             numbas = isinstance(data, DeviceNDArray)
             self.data = data if numbas else cuda.as_cuda_array(data, sync=False)
-            self.tally = cuda.to_device(np.zeros((phases, 2, KINDS), np.int64))
+            self.tally = cuda.to_device(np.zeros((phases, OPS, KINDS), np.int64))
             cuda.synchronize()  # it is zero before a kernel on any stream adds to it
 
     def counts(self) -> np.ndarray:
@@ -98,7 +98,7 @@ class Counted:
 
             cuda.synchronize()  # the kernels may run on a stream that no copy waits for
             return np.asarray(self.tally.copy_to_host())
-        counts = np.zeros((self.phases, 2, KINDS), np.int64)
+        counts = np.zeros((self.phases, OPS, KINDS), np.int64)
         for (row, op, *_), (lanes, elements, addresses) in self._log.items():
             sectors = {address // SECTOR_BYTES for address in addresses}
             all_lanes, distinct = lanes.bit_count(), len(addresses)
@@ -156,6 +156,13 @@ if simulator.ACTIVE:
         """`A`, its accesses from here on tallied in row `row`; a plain array is itself."""
         return A._with_row(row) if isinstance(A, Counted) else A
 
+    def atomic_add(A: Any, index: tuple[Any, ...], value: Any) -> None:
+        """``A[index] += value``, as one step that no other thread comes between."""
+        if isinstance(A, Counted):
+            A._touch(index, ATOMIC, 1, 3)
+            A = A.data
+        A[index] += value
+
     def _vector_access(width: int, op: int) -> Any:
         def access(A, index, values, at):
             data = A
@@ -174,7 +181,7 @@ if simulator.ACTIVE:
 else:
     from llvmlite import ir
     from numba import cuda
-    from numba.cuda import cgutils, types
+    from numba.cuda import cgutils, nvvmutils, types
     from numba.cuda.core.errors import TypingError
     from numba.cuda.extending import (
         intrinsic,
@@ -195,7 +202,7 @@ else:
         @property
         def dtype(self) -> Any:
             """Asked for by Numba's own array functions, atomics among them: they do not count."""
-            raise TypingError("a Counted array is read, written, vector_loaded, vector_stored only")
+            raise TypingError("a Counted array is read, written or an operand of this module only")
 
     @register_model(_CountedType)
     class _CountedModel(models.StructModel):
@@ -322,6 +329,37 @@ else:
         if isinstance(A, _CountedType):
             return lambda A, row: _with_row(A, row)
         return lambda A, row: A
+
+    @intrinsic
+    def _add(typingctx, A, index, value):
+        """A reduction: the old value is not asked for (``red.global.add``)."""
+        dtype = A.dtype
+        if dtype not in (types.float32, types.float64):
+            raise TypingError(f"atomic_add adds to float32 and float64, got {dtype}")
+
+        def codegen(context, builder, signature, args):
+            pointer = _element_pointer(context, builder, A, args[0], index, args[1])
+            term = context.cast(builder, args[2], value, dtype)
+            add = getattr(nvvmutils, f"declare_atomic_add_{dtype}")(builder.module)
+            builder.call(add, (pointer, term))
+            return context.get_dummy_value()
+
+        return types.void(A, index, value), codegen
+
+    def atomic_add(A: Any, index: tuple[Any, ...], value: Any) -> None:
+        """``A[index] += value``, as one step that no other thread comes between."""
+        raise NotImplementedError("called in kernels only")
+
+    @overload(atomic_add, target="cuda")
+    def _atomic_add(A, index, value):
+        if isinstance(A, _CountedType):
+
+            def counted(A, index, value):
+                _count(A.tally, A.row, ATOMIC, _address(A.data, index), 1)
+                _add(A.data, index, value)
+
+            return counted
+        return lambda A, index, value: _add(A, index, value)
 
     def _vector_access(width: int, op: int) -> Any:
         """Two overloads of one name: the access of a plain array and of a counted one."""

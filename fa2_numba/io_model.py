@@ -9,7 +9,7 @@ because a phase repeats one access pattern on many tiles:
   of a sector at which it starts;
 * `sweep` counts the visits that start at each of the 32 bytes, and multiplies.
 
-`_fa2`, `_fa1` and `_standard` then read as lists of their phases. Which tiles are visited is asked
+`_fa2`, `_fa1`, `_standard` and their backward passes then read as lists of their phases. Which tiles are visited is asked
 of the mask's own functions (`masking.tile_functions`), called on the host.
 
 `closed_form` has the element counts as the papers' formulas; `theta`, `theorem_2`, `lower_bound`
@@ -17,7 +17,7 @@ and `compulsory` have their bounds. `dram` goes one level down and is a model, w
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fa2_numba import masking
 from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
-from fa2_numba.problem import METHODS, Layout, Problem
+from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
 from fa2_numba.tiling import DTYPE_BYTES, Tiling, acc_bytes, ceil_div
 from fa2_numba.traffic import Traffic
 
@@ -64,7 +64,15 @@ def predict(problem: Problem) -> list[Traffic]:
     """
     moves, mask = _Moves(problem), _Mask(problem)
     _tile_map(moves, mask)
-    if problem.B * problem.H * problem.N_q:
+    if problem.method in METHODS_BACKWARD:
+        backward: dict[str, Callable[[_Moves, _Mask], None]] = {
+            "standard_backward": _standard_backward,
+            "fa1_backward": _fa1_backward,
+            "fa2_backward": _fa2_backward,
+            "fa2_backward_deterministic": partial(_fa2_backward, second_pass=True),
+        }
+        backward[problem.method](moves, mask)
+    elif problem.B * problem.H * problem.N_q:
         {"standard": _standard, "fa1": _fa1, "fa2": _fa2}[problem.method](moves, mask)
     return moves.rows()
 
@@ -150,6 +158,135 @@ def _standard(moves: "_Moves", mask: "_Mask") -> None:
     tiles("P", "O = P V", "load", P_ij)
     tiles("V", "O = P V", "load", K_j, _each(T_r))
     tiles("O", "O = P V", "store", O_i)
+
+
+# ---- the backward methods ---------------------------------------------------------------------
+
+
+def _fa2_backward(moves: "_Moves", mask: "_Mask", second_pass: bool = False) -> None:
+    """K_j and V_j once a key head, Q_i, dO_i, L_i and D_i once a visit, dQ_i added once a visit.
+
+    Or not added: the second pass reads as the forward pass does.
+    """
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j, rows = Pattern.of_Q(p), Pattern.of_K(p), Pattern.copy(t.B_r, 1, t.threads)
+    tiles("K", "load K_j, V_j", "load", K_j, heads=p.H_k)
+    tiles("V", "load K_j, V_j", "load", K_j, heads=p.H_k)
+    _slopes(moves, blocks=p.B * p.H * t.T_c(p.N_k))
+    _dK_dV(moves)
+    if p.B * p.H * p.N_q == 0:
+        return
+    visits = mask.visits()
+    _rowsum(moves)
+
+    _tile_range(moves, mask, times=t.T_c(p.N_k))
+    _tile_kind(moves, mask, visits)
+    tiles("Q", "load Q_i, dO_i", "load", Q_i, visits.per_row)
+    tiles("dO", "load Q_i, dO_i", "load", Q_i, visits.per_row)
+    tiles("L", "load Q_i, dO_i", "load", rows, visits.per_row)
+    tiles("D", "load Q_i, dO_i", "load", rows, visits.per_row)
+    _finish_scores(moves, mask, visits)
+    if not second_pass:
+        dQ_i = Pattern.of_O(p, 1)
+        tiles(p.dq_acc_name, "dQ_i += dS_ij K_j", "atomic", dQ_i, visits.per_row)
+        _accumulator(moves)
+        return
+
+    _slopes(moves, blocks=p.B * p.H * t.T_r(p.N_q))
+    _tile_range(moves, mask, times=1)
+    for array in ("Q", "dO"):
+        tiles(array, "again: Q_i, dO_i", "load", Q_i)
+    for array in ("L", "D"):
+        tiles(array, "again: Q_i, dO_i", "load", rows)
+    _tile_kind(moves, mask, visits)
+    for array in ("K", "V"):
+        tiles(array, "again: K_j, V_j", "load", K_j, visits.per_column)
+    _finish_scores(moves, mask, visits)
+    tiles("dQ", "epilogue", "store", Pattern.of_O(p, p.gradient_width))
+
+
+def _fa1_backward(moves: "_Moves", mask: "_Mask") -> None:
+    """K_j and V_j once a key head; Q_i, O_i, dO_i, L_i and dQ_i once a visit, dQ_i stored again."""
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j = Pattern.of_Q(p), Pattern.of_K(p)
+    O_i, row = Pattern.of_O(p, p.gradient_width), Pattern.registers(t)
+    tiles("K", "load K_j, V_j", "load", K_j, heads=p.H_k)
+    tiles("V", "load K_j, V_j", "load", K_j, heads=p.H_k)
+    _slopes(moves, blocks=p.B * p.H * t.T_c(p.N_k))
+    _dK_dV(moves)
+    if p.B * p.H * p.N_q == 0:
+        return
+    visits = mask.visits()
+    _accumulator(moves)
+    _tile_range(moves, mask, times=t.T_c(p.N_k))
+    _tile_kind(moves, mask, visits)
+    tiles("Q", "load Q_i, O_i, dO_i", "load", Q_i, visits.per_row)
+    tiles("dO", "load Q_i, O_i, dO_i", "load", Q_i, visits.per_row)
+    tiles("O", "load Q_i, O_i, dO_i", "load", O_i, visits.per_row)
+    tiles("L", "load Q_i, O_i, dO_i", "load", row, visits.per_row)
+    if p.dlse:
+        tiles("dL", "load Q_i, O_i, dO_i", "load", row, visits.per_row)
+    _finish_scores(moves, mask, visits)
+    for op in ("load", "store"):
+        tiles(p.dq_acc_name, "dQ_i += dS_ij K_j", op, O_i, visits.per_row)
+
+
+def _standard_backward(moves: "_Moves", mask: "_Mask") -> None:
+    """P stored once and loaded once, dS stored once and loaded twice."""
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    Q_i, K_j, rows = Pattern.of_Q(p), Pattern.of_K(p), Pattern.copy(t.B_r, 1, t.threads)
+    P_ij, S_ij = Pattern.copy(t.B_r, t.B_c, t.threads, p.p_width), Pattern.registers(t, t.R_c)
+    T_r, T_c = t.T_r(p.N_q), t.T_c(p.N_k)
+    _dK_dV(moves)
+    if p.B * p.H * p.N_q == 0:
+        return
+    _rowsum(moves)
+    _slopes(moves, blocks=p.B * p.H * T_r * T_c)
+    for array in ("Q", "dO"):
+        tiles(array, "P, dS", "load", Q_i, _each(T_c))
+        tiles(array, "dV = P^T dO, dK = dS^T Q", "load", Q_i, _each(T_c))
+    for array in ("K", "V"):
+        tiles(array, "P, dS", "load", K_j, _each(T_r))
+    for array in ("L", "D"):
+        tiles(array, "P, dS", "load", rows, _each(T_c))
+    _finish_scores(moves, mask, mask.every_tile())
+    for array in ("P", "dS"):
+        tiles(array, "P, dS", "store", S_ij)
+        tiles(array, "dV = P^T dO, dK = dS^T Q", "load", P_ij)
+    tiles("dS", "dQ = dS K", "load", P_ij)
+    tiles("K", "dQ = dS K", "load", K_j, _each(T_r))
+    tiles("dQ", "dQ = dS K", "store", Pattern.of_O(p, p.gradient_width))
+
+
+def _rowsum(moves: "_Moves") -> None:
+    """D from dO and O, a warp a row."""
+    p, tiles = moves.problem, moves.tiles
+    row, one = Pattern.copy(1, WARP * p.d_width, WARP, p.d_width), Pattern.copy(1, 1, 1)
+    tiles("dO", "D = rowsum(dO o O)", "load", row)
+    tiles("O", "D = rowsum(dO o O)", "load", row)
+    if p.dlse:
+        tiles("dL", "D = rowsum(dO o O)", "load", one)
+    tiles("D", "D = rowsum(dO o O)", "store", one)
+
+
+def _accumulator(moves: "_Moves") -> None:
+    """What dQ is added to: cleared and, for fp16 and bf16, rounded at the end."""
+    p, t = moves.problem, moves.problem.tiling
+    rows = Pattern.copy(t.B_r, p.d, t.threads, p.dq_row_width)
+    moves.tiles(p.dq_acc_name, "dQ = 0", "store", rows)
+    if p.rounds:
+        moves.tiles("dQ_acc", "finish", "load", rows)
+        moves.tiles("dQ", "finish", "store", rows)
+
+
+def _dK_dV(moves: "_Moves") -> None:
+    """dK_j and dV_j, once a key head."""
+    keys = Pattern.of_dK(moves.problem)
+    phase = "epilogue"
+    if moves.problem.method == "standard_backward":
+        phase = "dV = P^T dO, dK = dS^T Q"
+    moves.tiles("dK", phase, "store", keys, heads=moves.problem.H_k)
+    moves.tiles("dV", phase, "store", keys, heads=moves.problem.H_k)
 
 
 # ---- what masks and score changes read --------------------------------------------------------
@@ -289,6 +426,19 @@ class Pattern:
         """The register tile of O."""
         C, groups = problem.tiling.columns_of_O(problem.d, problem.dtype)
         return cls.registers(problem.tiling, groups, C, width)
+
+    @classmethod
+    def of_dK(cls, problem: Problem) -> "Pattern":
+        """The register tile of dK and dV: keys C_k*(ty + g*n_r) + c, columns of O."""
+        t, width = problem.tiling, problem.gradient_width
+        C, groups = t.columns_of_O(problem.d, problem.dtype)
+        C_k, G_k = t.keys_of_dK(problem.dtype)
+        loops = range(C_k * G_k), range(groups), range(0, C, width), range(t.threads)
+        r, g, c, tid = np.meshgrid(*loops, indexing="ij")
+        row = C_k * (tid // t.n_c + r // C_k * t.n_r) + r % C_k
+        column = C * (tid % t.n_c + g * t.n_c) + c
+        shape = (t.B_c, C * groups * t.n_c)
+        return cls(_warps(row, t.threads), _warps(column, t.threads), shape, width)
 
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
@@ -632,15 +782,21 @@ class _Moves:
         row[:] = [a + b for a, b in zip(row, new, strict=True)]
 
     def tiles(
-        self, array: str, phase: str, op: str, pattern: Pattern, visits: Ints | None = None
+        self,
+        array: str,
+        phase: str,
+        op: str,
+        pattern: Pattern,
+        visits: Ints | None = None,
+        heads: int | None = None,
     ) -> None:
-        """`pattern` on every tile of an array of the problem, as often as it is visited."""
+        """`pattern` on every tile of an array, as often as the `heads` visit it (default: H)."""
         layout = self.problem.layout(array)
-        if len(layout.shape) == 3:  # L, l and m are matrices of one column
+        if len(layout.shape) == 3:  # L, l, m, D and dL are matrices of one column
             shape, strides = (*layout.shape, 1), (*layout.strides, 0)
             layout = Layout(shape, strides, layout.itemsize, layout.address)
-        counts = sweep(pattern, layout, self.problem.H, visits)
-        self.add(array, phase, op, layout.itemsize, counts)
+        heads = self.problem.H if heads is None else heads
+        self.add(array, phase, op, layout.itemsize, sweep(pattern, layout, heads, visits))
 
     def block(self, array: str, phase: str, itemsize: int, times: int) -> None:
         """`times`, all threads of a block read one element."""

@@ -8,7 +8,7 @@ operands are plain or counted is decided here, so no launcher knows.
 import contextlib
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from fa2_numba.traffic import SharedTraffic, Traffic
 
 MAX_BLOCKS = 2**31 - 1  # of one launch, in x
 STATIC_SHARED_LIMIT = 48 * 1024  # above this a kernel must ask for its shared memory
-OPS = ("load", "store")
+OPS = ("load", "store", "atomic")
 TILE_NAMES = {"Q": "Q_i", "K": "K_j", "V": "V_j", "P": "P_ij", "M": "M", "R": "R"}
+TILE_NAMES |= {"dO": "dO_i", "dS": "dS_ij", "L": "L_i, D_i"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Operands:
         self._allocate = allocate
         self._owners: list[Any] = []
         self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
-        self._shared: list[tuple[str, str, smem.SharedTally]] = []
+        self._shared: list[tuple[str, Sequence[str], smem.SharedTally]] = []
         self._clocks: list[PhaseClock] = []
         self._launched: list[tuple[str, Any, int, int, int]] = []
 
@@ -115,7 +116,7 @@ class Operands:
         return self._operand(name, self.arrays[name], phases)
 
     def workspace(self, name: str) -> None:
-        """Allocate the workspace array `name` of the problem (S, P, l, m or O_acc)."""
+        """Allocate the workspace array `name` of the problem (S, P, l, m, O_acc, D, ...)."""
         shape = self.problem.layout(name).shape
         self.arrays[name] = self.allocate(shape, acc_type(self.problem.dtype))
 
@@ -171,7 +172,7 @@ class Operands:
                 sums[op] += int(elements) * itemsize
         return sums
 
-    def shared(self, kernel: str, tiles: str) -> Any:
+    def shared(self, kernel: str, tiles: Sequence[str]) -> Any:
         """The `shared` argument of `kernel`, whose tiles have these letters, or None."""
         if not self.on_chip:
             return None
@@ -192,7 +193,7 @@ class Operands:
         rows = []
         for kernel, tiles, tally in self._shared:
             for letter, counts in zip(tiles, tally.counts(), strict=True):
-                for op, (elements, requests, *others) in zip(OPS, counts.tolist(), strict=True):
+                for op, (elements, requests, *others) in zip(OPS[:2], counts.tolist(), strict=True):
                     if requests:
                         name = TILE_NAMES[letter]
                         rows.append(SharedTraffic(kernel, name, op, elements, requests, *others))

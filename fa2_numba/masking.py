@@ -391,14 +391,22 @@ class Change:
     make : callable ``(acc) -> (prepare, change)``
         Functions for scores of dtype `acc`. ``prepare(args, b, h) -> state`` runs once a block,
         ``change(state, i, j, s) -> s`` for each score.
+    make_derivative : callable ``(acc) -> derivative``, optional
+        ``derivative(state, i, j, s)`` is that of ``change`` by s. None: it is 1.
     """
 
     make: Callable[[Any], tuple[Function, Function]]
+    make_derivative: Callable[[Any], Function] | None = None
+    differentiable = True
 
     def functions(self, wrap: Wrap, acc: Any) -> tuple[Any, Any]:
         """``prepare`` and ``change``, passed through `wrap`."""
         prepare, change = self.make(acc)
         return wrap(prepare), wrap(change)
+
+    def derivative(self, wrap: Wrap, acc: Any) -> Any:
+        """``derivative``, passed through `wrap`; None: it is 1."""
+        return self.make_derivative and wrap(self.make_derivative(acc))
 
 
 @dataclass(frozen=True)
@@ -419,6 +427,29 @@ class _Sequence:
             return change_b(state[1], i, j, change_a(state[0], i, j, s))
 
         return wrap(prepare), wrap(change)
+
+    def derivative(self, wrap: Wrap, acc: Any) -> Any:
+        """The chain rule."""
+        by_a, by_b = (part.derivative(wrap, acc) for part in (self.a, self.b))
+        change_a = self.a.functions(wrap, acc)[1]
+
+        def of_a(state, i, j, s):
+            return by_a(state[0], i, j, s)
+
+        def of_b(state, i, j, s):
+            return by_b(state[1], i, j, change_a(state[0], i, j, s))
+
+        def of_both(state, i, j, s):
+            return by_a(state[0], i, j, s) * by_b(state[1], i, j, change_a(state[0], i, j, s))
+
+        if by_a is None and by_b is None:
+            return None
+        return wrap(of_a if by_b is None else of_b if by_a is None else of_both)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the backward pass can go through it."""
+        return self.a.differentiable and self.b.differentiable
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,7 +501,15 @@ def _make_softcap(acc):
     return prepare, change
 
 
-_SOFTCAP = Change(_make_softcap)
+def _make_softcap_derivative(acc):
+    def derivative(cap, i, j, s):
+        t = acc(math.tanh(s / cap))
+        return acc(1) - t * t
+
+    return derivative
+
+
+_SOFTCAP = Change(_make_softcap, _make_softcap_derivative)
 
 
 def softcap(cap: float) -> Score:
@@ -498,9 +537,10 @@ def alibi(slopes: Any) -> Score:
 
 @dataclass(frozen=True)
 class _Own:
-    """A user's score change."""
+    """A user's score change, and its derivative where it was given."""
 
     change: Function
+    by_s: Function | None = None
 
     def functions(self, wrap: Wrap, acc: Any) -> tuple[Any, Any]:
         own = wrap(self.change)
@@ -513,10 +553,29 @@ class _Own:
 
         return wrap(prepare), wrap(change)
 
+    def derivative(self, wrap: Wrap, acc: Any) -> Any:
+        """The user's, rounded to `acc`."""
+        assert self.by_s is not None, "the caller asks `differentiable` first"
+        own = wrap(self.by_s)
 
-def score(change: Function, *args: Any, name: str | None = None) -> Score:
+        def derivative(args, i, j, s):
+            return acc(own(args, i, j, s))
+
+        return wrap(derivative)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the backward pass can go through it."""
+        return self.by_s is not None
+
+
+def score(
+    change: Function, *args: Any, name: str | None = None, derivative: Function | None = None
+) -> Score:
     """Your own ``change(args, i, j, s) -> s`` of the scaled score s.
 
-    `args` may be numbers. The function must be one that Numba can compile.
+    `args` may be numbers. The function must be one that Numba can compile. So must its
+    ``derivative(args, i, j, s)`` by s, which the backward pass needs: 1 where `change` adds a
+    constant.
     """
-    return Score(name or change.__name__, _Own(change), args)
+    return Score(name or change.__name__, _Own(change, derivative), args)

@@ -13,6 +13,12 @@ from fa2_numba.masking import Mask, Score, none, unchanged
 from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
 
 METHODS = ("standard", "fa1", "fa2")
+METHODS_BACKWARD = (
+    "standard_backward",
+    "fa1_backward",
+    "fa2_backward",
+    "fa2_backward_deterministic",
+)
 ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
 
 
@@ -75,7 +81,7 @@ class Problem:
     Attributes
     ----------
     method, dtype : str
-        One of `METHODS`; "fp32", "fp64", "fp16" or "bf16".
+        One of `METHODS` or `METHODS_BACKWARD`; "fp32", "fp64", "fp16" or "bf16".
     B, H, H_k, N_q, N_k, d : int
         Batch, query heads, key/value heads, lengths, head dimension.
     tiling : Tiling
@@ -83,7 +89,10 @@ class Problem:
     mask, score : Mask, Score
         What is visible and how scores change.
     layouts : dict
-        `Layout` of Q, K, V, O and L; contiguous and aligned where absent.
+        `Layout` of Q, K, V, O and L, backward also of dO and dL; contiguous and aligned where
+        absent.
+    dlse : bool
+        Backward: whether the loss has a gradient by the LSE.
     """
 
     method: str
@@ -98,9 +107,10 @@ class Problem:
     mask: Mask = field(default_factory=none)
     score: Score = field(default_factory=unchanged)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    dlse: bool = False
 
     def layout(self, name: str) -> Layout:
-        """The layout of Q, K, V, O or L, or of the workspace S, P, l, m or O_acc."""
+        """The layout of an argument, a result or a workspace, by its name in the kernels."""
         if name in self.layouts:
             return self.layouts[name]
         B, H, N_q, N_k, d = self.B, self.H, self.N_q, self.N_k, self.d
@@ -116,6 +126,14 @@ class Problem:
             "L": ((B, H, N_q), e_acc),
             "l": ((B, H, N_q), e_acc),
             "m": ((B, H, N_q), e_acc),
+            "dO": ((B, H, N_q, d), e),
+            "dL": ((B, H, N_q), e_acc),
+            "D": ((B, H, N_q), e_acc),
+            "dS": ((B, H, N_q, N_k), e_acc),
+            "dQ": ((B, H, N_q, d), e),
+            "dQ_acc": ((B, H, N_q, d), e_acc),
+            "dK": ((B, self.H_k, N_k, d), e),
+            "dV": ((B, self.H_k, N_k, d), e),
         }
         return Layout.contiguous(*shapes[name])
 
@@ -130,9 +148,16 @@ class Problem:
 
     @property
     def load_width(self) -> int:
-        """Elements per load of Q, K and V: 16 bytes, or 1 unless all three are aligned."""
-        width = vector_width(self.dtype)
-        return width if all(self.layout(n).vectorises(width) for n in "QKV") else 1
+        """Elements per load of Q, K, V and dO: 16 bytes, or 1 unless all of them are aligned."""
+        return self._width(vector_width(self.dtype), "Q", "K", "V", *self._dO)
+
+    @property
+    def _dO(self) -> tuple[str, ...]:
+        return ("dO",) if self.method in METHODS_BACKWARD else ()
+
+    def _width(self, width: int, *names: str) -> int:
+        """`width` elements at once if all of these arrays allow it, else 1."""
+        return width if all(self.layout(n).vectorises(width) for n in names) else 1
 
     @property
     def store_width(self) -> int:
@@ -163,6 +188,29 @@ class Problem:
         """Elements per access of S and P in the standard softmax and of P in the output kernel."""
         width = VECTOR_BYTES // acc_bytes(self.dtype)
         return width if self.N_k % width == self.tiling.B_c % width == 0 else 1
+
+    # ---- the backward pass
+
+    @property
+    def dq_acc_name(self) -> str:
+        """The array to which fa1 and fa2 add dQ: dQ itself where it is wide enough."""
+        return "dQ_acc" if self.rounds else "dQ"
+
+    @property
+    def d_width(self) -> int:
+        """Elements per load of dO and O where D is made."""
+        return self._width(vector_width(self.dtype), "dO", "O")
+
+    @property
+    def gradient_width(self) -> int:
+        """Elements per access of O, dQ, dQ_acc, dK and dV from the register tile."""
+        C, _ = self.tiling.columns_of_O(self.d, self.dtype)
+        return self._width(C, "O", "dQ", "dQ_acc", "dK", "dV")
+
+    @property
+    def dq_row_width(self) -> int:
+        """Elements per access of dQ and its accumulator where they are cleared and rounded."""
+        return self._width(VECTOR_BYTES // acc_bytes(self.dtype), "dQ", "dQ_acc")
 
     def columns(self) -> dict[str, Any]:
         """The first columns of this problem's traffic rows."""

@@ -15,7 +15,7 @@ from numba import cuda
 
 from fa2_numba import smem
 from fa2_numba.formats import Format
-from fa2_numba.hbm import device, vector_load
+from fa2_numba.hbm import atomic_add, device, vector_load, vector_store
 from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.tiling import Tiling, ceil_div
 
@@ -209,6 +209,149 @@ def score_finisher(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
                         S[r, c] = changed(state, i, j, S[r, c])
 
     return finish
+
+
+# ---- the backward pass ------------------------------------------------------------------------
+
+
+def product_tn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
+    """A device function ``acc += P^T A`` on register tiles: ``product(acc, P, A, ty, tx)``.
+
+    P is the shared tile P_ij or dS_ij, A is dO_i or Q_i; acc is the thread's part of dV_j or dK_j.
+    Per row a thread reads its keys of P and its columns of A. With `masked`, a term with P = 0 is
+    left out, as in `product_nn`.
+    """
+    n_r, n_c, length = tiling.n_r, tiling.n_c, tiling.B_r
+    C_k, G_k = tiling.keys_of_dK(fmt.name)
+    C, G = tiling.columns_of_O(d, fmt.name)
+    keys, acc_type = C_k * G_k, fmt.acc
+    step, zero = _step(length, keys * C * G), acc_type(0)
+    get_P, get_A = smem.vector_load(C_k), smem.vector_load(C)
+
+    @device
+    def product(acc, P, A, ty, tx):
+        p = cuda.local.array(keys, acc_type)
+        a = cuda.local.array(C, acc_type)
+        for k0 in range(0, length, step):
+            for k in range(step):
+                for g in range(G_k):
+                    get_P(P, (u32(k0 + k), u32(C_k) * (ty + u32(g * n_r))), p, g * C_k)
+                for g in range(G):
+                    get_A(A, (u32(k0 + k), u32(C) * (tx + u32(g * n_c))), a, 0)
+                    for r in range(keys):
+                        for c in range(C):
+                            if not masked or p[r] != zero:
+                                acc[r, g * C + c] += p[r] * a[c]
+
+    return product
+
+
+def row_loader(tiling: Tiling, fmt: Format) -> Any:
+    """A device function ``load(T, L, D, b, h, row_0, N, tid)``: L_i and D_i into rows 0, 1 of T.
+
+    A row without keys, and one past the last, gets L = inf: its P = exp(S - L) is 0, not NaN.
+    """
+    B_r, threads = tiling.B_r, tiling.threads
+    steps = ceil_div(B_r, threads)
+    zero, infinity = fmt.acc(0), fmt.acc("inf")
+
+    @device
+    def load(T, L, D, b, h, row_0, N, tid):
+        for t in range(steps):
+            r = tid + u32(t * threads)
+            if r < u32(B_r):
+                l, delta = infinity, zero
+                if row_0 + r < N:
+                    l, delta = L[b, h, row_0 + r], D[b, h, row_0 + r]
+                T[u32(0), r] = infinity if l == -infinity else l
+                T[u32(1), r] = delta
+
+    return load
+
+
+def score_gradient(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
+    """A device function that makes P of a register tile of S, and dS of one of dP.
+
+    ``gradient(S, dP, L, D, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k)``, the arguments
+    as in `score_finisher`; L and D are those of the thread's rows. ``P = exp(S - L)`` and
+    ``dS = P o (dP - D)``, times the derivative of the score change. Both are 0 where masked.
+    """
+    n_r, n_c, R_r, R_c = tiling.n_r, tiling.n_c, tiling.R_r, tiling.R_c
+    finish = score_finisher(tiling, rule, change, fmt)
+    derivative = change.derivative(device, fmt.acc)
+    DERIVED = derivative is not None
+    exp, zero = fmt.exp, fmt.acc(0)
+
+    @device
+    def gradient(S, dP, L, D, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k):
+        for r in range(R_r):
+            for c in range(R_c):
+                dP[r, c] -= D[r]
+                if DERIVED:
+                    i = row_0 + r * n_r + N_k - N_q
+                    dP[r, c] *= derivative(state, i, col_0 + c * n_c, S[r, c])
+        finish(S, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k)
+        for r in range(R_r):
+            for c in range(R_c):
+                p = exp(S[r, c] - L[r])
+                S[r, c] = p
+                dP[r, c] = p * dP[r, c] if p != zero else zero  # V_j may hold NaN where masked
+
+    return gradient
+
+
+def tile_storer(
+    rows: int, groups: tuple[int, int], tiling: Tiling, d: int, fmt: Format, width: int
+) -> Any:
+    """A device function ``store(A, acc, b, h, row_0, N, ty, tx)``: a register tile into A.
+
+    The thread's rows of the tile of `rows` are ``C_r*(ty + g*n_r) + c`` for g < G_r, c < C_r, with
+    `groups` the pair (C_r, G_r); its columns are those of O. `width` elements move at once.
+    """
+    C_r, G_r = groups
+    n_r, n_c = tiling.n_r, tiling.n_c
+    C, G = tiling.columns_of_O(d, fmt.name)
+    R_d, held = C * G, C_r * G_r
+    storage, from_acc = fmt.storage, fmt.from_acc
+    put = vector_store(width)
+
+    @device
+    def store(A, acc, b, h, row_0, N, ty, tx):
+        out = cuda.local.array(R_d, storage)
+        for r in range(held):
+            row = C_r * (np.int64(ty) + r // C_r * n_r) + r % C_r
+            if row < rows and row_0 + row < N:
+                for k in range(R_d):
+                    out[k] = from_acc(acc[r, k])
+                for g in range(G):
+                    col = C * (np.int64(tx) + g * n_c)
+                    for c in range(0, C, width):
+                        if col + c < d:
+                            put(A, (b, h, row_0 + row, col + c), out, g * C + c)
+
+    return store
+
+
+def tile_adder(tiling: Tiling, d: int, fmt: Format) -> Any:
+    """A device function ``add(A, acc, factor, b, h, row_0, N, ty, tx)``: A += factor acc.
+
+    For a register tile of O's places, element by element and atomically.
+    """
+    n_r, n_c, R_r = tiling.n_r, tiling.n_c, tiling.R_r
+    C, G = tiling.columns_of_O(d, fmt.name)
+
+    @device
+    def add(A, acc, factor, b, h, row_0, N, ty, tx):
+        for r in range(R_r):
+            row = row_0 + np.int64(ty) + r * n_r
+            if row < N:
+                for g in range(G):
+                    col = C * (np.int64(tx) + g * n_c)
+                    for c in range(C):
+                        if col + c < d:
+                            atomic_add(A, (b, h, row, col + c), factor * acc[r, g * C + c])
+
+    return add
 
 
 def nonfinite_finder(rows: int, columns: int, threads: int, fmt: Format) -> Any:

@@ -10,9 +10,14 @@ A block of ``n_r * n_c`` threads computes a B_r x B_c tile of S and a B_r x d ti
 * of O: the same rows, columns ``C*(tx + g*n_c) + c`` for g < G, c < C.
 
 A row is shared by n_c neighbouring lanes of one warp, so row maxima are warp shuffles.
+
+In the backward pass the block also computes B_c x d tiles of dK and dV. There thread (ty, tx) owns
+the keys ``C_k*(ty + g*n_r) + c`` for g < G_k, c < C_k, and its columns of O.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -21,6 +26,16 @@ REGISTERS_PER_THREAD = 255
 REGISTERS_PER_SM = 65536
 BANK_BYTES = 128  # one line of the 32 four-byte banks of shared memory
 VECTOR_BYTES = 16  # the widest load or store of one thread
+
+# The shared tiles of each kernel of a backward method.
+ALL_TILES = ("Q", "dO", "K", "V", "P", "dS", "L")
+ROW_TILES = ("Q", "dO", "K", "V", "dS", "L")
+BACKWARD_TILES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "standard_backward": (("Q", "dO", "K", "V", "L"), ("Q", "dO", "P", "dS"), ("K", "dS")),
+    "fa1_backward": (("Q", "dO", "K", "V", "P", "dS"),),
+    "fa2_backward": (ALL_TILES,),
+    "fa2_backward_deterministic": (ALL_TILES, ROW_TILES),
+}
 
 
 def acc_bytes(dtype: str) -> int:
@@ -111,9 +126,11 @@ class Tiling:
 
         The narrowest O tile that covers d, and among equals the widest vector.
         """
-        widths = [c for c in (4, 2, 1) if c * acc_bytes(dtype) <= VECTOR_BYTES]
-        C = min(widths, key=lambda c: c * ceil_div(d, c * self.n_c))
-        return C, ceil_div(d, C * self.n_c)
+        return _groups(d, self.n_c, dtype)
+
+    def keys_of_dK(self, dtype: str) -> tuple[int, int]:
+        """(C_k, G_k): a thread's keys of dK and dV are G_k groups of C_k neighbours."""
+        return _groups(self.B_c, self.n_r, dtype)
 
     def shared_layout(
         self, d: int, dtype: str, names: str = "QKVP", P_replaces_K: bool = False
@@ -162,16 +179,62 @@ class Tiling:
             tiles["P"] = (*shapes["P"], tiles["K"][2])
         return tiles, total
 
-    def registers(self, d: int, dtype: str) -> int:
-        """Estimate of the registers of a thread: its tiles of S and O, fragments, addresses."""
+    def backward_layout(
+        self, d: int, dtype: str, names: Sequence[str]
+    ) -> tuple[dict[str, tuple[int, int, int]], int]:
+        """Place the named tiles of a backward kernel in shared memory.
+
+        Q_i and dO_i are B_r x d, K_j and V_j are B_c x d, P_ij and dS_ij are B_r x B_c; "L" holds
+        the row of L_i and that of D_i. Rows are padded as in `shared_layout`: those of Q_i, dO_i,
+        K_j and V_j are read both across (S, dP) and along (dQ, dK, dV). Each is as wide as the
+        threads' columns of O, or keys of dK, together.
+
+        Returns
+        -------
+        tiles : dict
+            Name to (rows, columns, byte offset).
+        total : int
+            Bytes of dynamic shared memory.
+        """
+        e = acc_bytes(dtype)
+        unit, banks = VECTOR_BYTES // e, BANK_BYTES // e
         C, G = self.columns_of_O(d, dtype)
+        C_k, G_k = self.keys_of_dK(dtype)
+        ld = ceil_div(max(d, C * G * self.n_c), 4) * 4
+        ld += 0 if ld // unit % 2 else unit
+        ld_p = ceil_div(max(self.B_c, C_k * G_k * self.n_r), unit) * unit
+        while self.n_c * e >= VECTOR_BYTES and ld_p % banks != self.n_c % banks:
+            ld_p += unit
+        rows, keys, scores = (self.B_r, ld), (self.B_c, ld), (self.B_r, ld_p)
+        shapes = {"Q": rows, "dO": rows, "K": keys, "V": keys, "P": scores, "dS": scores}
+        shapes["L"] = (2, self.B_r)
+        tiles, total = {}, 0
+        for name in names:
+            tiles[name] = (*shapes[name], total)
+            total += ceil_div(math.prod(shapes[name]) * e, BANK_BYTES) * BANK_BYTES
+        return tiles, total
+
+    def registers(self, d: int, dtype: str, method: str = "fa2") -> int:
+        """Estimate of the registers of a thread: its tiles of S and O, fragments, addresses.
+
+        Backward, dK_j and dV_j stay; beside them are first S_ij and dP_ij, then dQ_i.
+        """
+        C, G = self.columns_of_O(d, dtype)
+        words = acc_bytes(dtype) // 4
+        if "backward" in method:
+            C_k, G_k = self.keys_of_dK(dtype)
+            scores = 2 * self.R_r * self.R_c + 4 * (self.R_r + self.R_c)
+            dQ_i = self.R_r * C * G + 4 * self.R_r + C
+            held = 2 * C_k * G_k * C * G + max(scores, dQ_i)
+            return 40 + 24 * (words - 1) + held * words
         tiles = self.R_r * (self.R_c + C * G)
         fragments = 4 * (self.R_r + max(self.R_c, C))
-        words = acc_bytes(dtype) // 4
         return 40 + 24 * (words - 1) + (tiles + fragments) * words
 
     def shared_bytes(self, d: int, dtype: str, method: str) -> int:
         """Dynamic shared memory of the largest block that `method` launches."""
+        if method in BACKWARD_TILES:
+            return max(self.backward_layout(d, dtype, n)[1] for n in BACKWARD_TILES[method])
         if method == "standard":
             return max(self.shared_layout(d, dtype, names)[1] for names in ("QK", "VP"))
         return self.shared_layout(d, dtype, P_replaces_K=method == "fa2")[1]
@@ -191,7 +254,7 @@ class Tiling:
         Not `plain` are score changes and masks that ask each score. A long body, theirs or fp64's
         exp, is unrolled by libNVVM for so many scores only; past that S_ij leaves the registers.
         """
-        registers = self.registers(d, dtype)
+        registers = self.registers(d, dtype, method)
         unrolled = 16 if dtype == "fp64" else 64 if plain else 32
         return (
             self.R_r * self.R_c <= unrolled
@@ -199,6 +262,13 @@ class Tiling:
             and registers <= REGISTERS_PER_THREAD
             and registers * self.threads <= REGISTERS_PER_SM
         )
+
+
+def _groups(length: int, lanes: int, dtype: str) -> tuple[int, int]:
+    """(C, G): how `lanes` share a row of `length`, each G groups of C neighbours."""
+    widths = [c for c in (4, 2, 1) if c * acc_bytes(dtype) <= VECTOR_BYTES]
+    C = min(widths, key=lambda c: c * ceil_div(length, c * lanes))
+    return C, ceil_div(length, C * lanes)
 
 
 def papers_rule(M: int, d: int) -> tuple[int, int]:
@@ -225,11 +295,25 @@ CANDIDATES = (
     Tiling(16, 8, 16, 8),
     Tiling(8, 8, 8, 4),
 )
+# A block of the backward pass holds twice the tiles.
+CANDIDATES_BACKWARD = (
+    Tiling(64, 64, 8, 16),
+    Tiling(64, 64, 16, 16),
+    Tiling(64, 32, 8, 16),
+    Tiling(32, 32, 8, 16),
+    Tiling(32, 32, 16, 16),
+    Tiling(16, 16, 8, 16),
+    Tiling(16, 16, 16, 16),
+    Tiling(16, 8, 8, 8),
+    Tiling(8, 8, 8, 8),
+    Tiling(8, 4, 8, 4),
+    Tiling(8, 4, 8, 4),
+)
 
 
 @functools.cache
 def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = True) -> Tiling:
-    """The tiling used when the caller gives none: the first of `CANDIDATES` that fits.
+    """The tiling used when the caller gives none: the first of the candidates that fits.
 
     Parameters
     ----------
@@ -238,7 +322,7 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
     dtype : str
         "fp32", "fp64", "fp16" or "bf16".
     method : str
-        "standard", "fa1" or "fa2".
+        "standard", "fa1" or "fa2", or a method of the backward pass.
     shared_limit : int
         Bytes of shared memory a block may have on this device.
     plain : bool
@@ -249,9 +333,12 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
     ValueError
         No candidate fits.
     """
-    for tiling in CANDIDATES:
+    candidates = CANDIDATES_BACKWARD if method in BACKWARD_TILES else CANDIDATES
+    for tiling in candidates:
         if tiling.fits(d, dtype, method, shared_limit, plain):
             return tiling
+    if candidates[-1].shared_bytes(d, dtype, method) <= shared_limit:
+        return candidates[-1]  # right, if slow: its register tiles lie in local memory
     raise ValueError(
         f"tiling: none fits {shared_limit} bytes of shared memory at method={method}, d={d}, "
         f"dtype={dtype}"

@@ -21,7 +21,7 @@ class Traffic:
     Attributes
     ----------
     method, dtype : str
-        "standard", "fa1" or "fa2"; "fp32", "fp64", "fp16" or "bf16".
+        One of `problem.METHODS` or `problem.METHODS_BACKWARD`; "fp32", "fp64", "fp16" or "bf16".
     batch, heads, heads_kv, n_q, n_k, d : int
         The problem.
     causal : bool
@@ -34,8 +34,8 @@ class Traffic:
         Where it was counted. "issued": global loads and stores as the warps issue them. "L2 to SM",
         "L2 lookups" and "DRAM": beyond L1, by the GPU's counters (`accounting.levels`).
     array, phase, op : str
-        Which array, in which part of the algorithm, "load" or "store". The GPU's counters know
-        neither: array "all", and the kernel's name as phase.
+        Which array, in which part of the algorithm, "load", "store" or "atomic" (added to). The
+        GPU's counters know neither: array "all", and the kernel's name as phase.
     elements, bytes, requests, sectors : int
         Elements moved, their bytes, warp instructions, 32-byte sectors touched by each. Beyond L1
         whole sectors move: bytes are 32 times sectors, and elements and requests are None.

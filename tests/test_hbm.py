@@ -35,7 +35,7 @@ def run(kernel: Any, *args: Any, blocks: int = 1, threads: int = WARP) -> None:
 def tally(A: Counted, op: int, row: int = 0) -> tuple[int, int, int]:
     """(elements, requests, sectors)."""
     counts = A.counts()
-    assert counts.dtype == np.int64 and counts.shape == (A.phases, 2, hbm.KINDS)
+    assert counts.dtype == np.int64 and counts.shape == (A.phases, hbm.OPS, hbm.KINDS)
     elements, _, requests, sectors = (int(n) for n in counts[row, op])
     return elements, requests, sectors
 

@@ -177,7 +177,8 @@ def _launches(n: int, case: Case, on_chip: bool) -> list[CountedLaunch]:
 
 def totals(operands: Any) -> dict[tuple[str, str], int]:
     """What a call has counted so far, by (quantity, op): sums over arrays and phases."""
-    sums = {("bytes", op): n for op, n in operands.distinct_bytes().items()}
+    distinct = operands.distinct_bytes()
+    sums = {("bytes", op): distinct[op] for op in ISSUED}
     for columns, rows in (
         (COUNTED, operands.rows()),
         (COUNTED_ON_CHIP, operands.on_chip_rows()),
