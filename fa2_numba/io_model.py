@@ -9,8 +9,9 @@ because a phase repeats one access pattern on many tiles:
   of a sector at which it starts;
 * `sweep` counts the visits that start at each of the 32 bytes, and multiplies.
 
-`_fa2`, `_fa1`, `_standard` and their backward passes then read as lists of their phases. Which tiles are visited is asked
-of the mask's own functions (`masking.tile_functions`), called on the host.
+`_fa2`, `_fa1`, `_standard` and those of the backward pass then read as lists of their phases. Which
+tiles are visited is asked of the mask's own functions (`masking.tile_functions`), called on the
+host.
 
 `closed_form` has the element counts as the papers' formulas; `theta`, `theorem_2`, `lower_bound`
 and `compulsory` have their bounds. `dram` goes one level down and is a model, with a domain.

@@ -227,21 +227,24 @@ def product_tn(tiling: Tiling, d: int, fmt: Format, masked: bool) -> Any:
     keys, acc_type = C_k * G_k, fmt.acc
     step, zero = _step(length, keys * C * G), acc_type(0)
     get_P, get_A = smem.vector_load(C_k), smem.vector_load(C)
+    held = step * keys
 
     @device
     def product(acc, P, A, ty, tx):
-        p = cuda.local.array(keys, acc_type)
+        p = cuda.local.array(held, acc_type)
         a = cuda.local.array(C, acc_type)
         for k0 in range(0, length, step):
             for k in range(step):
                 for g in range(G_k):
-                    get_P(P, (u32(k0 + k), u32(C_k) * (ty + u32(g * n_r))), p, g * C_k)
+                    place = u32(k0 + k), u32(C_k) * (ty + u32(g * n_r))
+                    get_P(P, place, p, k * keys + g * C_k)
+            for k in range(step):
                 for g in range(G):
                     get_A(A, (u32(k0 + k), u32(C) * (tx + u32(g * n_c))), a, 0)
                     for r in range(keys):
                         for c in range(C):
-                            if not masked or p[r] != zero:
-                                acc[r, g * C + c] += p[r] * a[c]
+                            if not masked or p[k * keys + r] != zero:
+                                acc[r, g * C + c] += p[k * keys + r] * a[c]
 
     return product
 
@@ -253,7 +256,7 @@ def row_loader(tiling: Tiling, fmt: Format) -> Any:
     """
     B_r, threads = tiling.B_r, tiling.threads
     steps = ceil_div(B_r, threads)
-    zero, infinity = fmt.acc(0), fmt.acc("inf")
+    zero, infinity, minus_inf = fmt.acc(0), fmt.acc("inf"), fmt.acc("-inf")
 
     @device
     def load(T, L, D, b, h, row_0, N, tid):
@@ -263,7 +266,7 @@ def row_loader(tiling: Tiling, fmt: Format) -> Any:
                 l, delta = infinity, zero
                 if row_0 + r < N:
                     l, delta = L[b, h, row_0 + r], D[b, h, row_0 + r]
-                T[u32(0), r] = infinity if l == -infinity else l
+                T[u32(0), r] = infinity if l == minus_inf else l
                 T[u32(1), r] = delta
 
     return load
@@ -280,7 +283,7 @@ def score_gradient(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
     finish = score_finisher(tiling, rule, change, fmt)
     derivative = change.derivative(device, fmt.acc)
     DERIVED = derivative is not None
-    exp, zero = fmt.exp, fmt.acc(0)
+    exp, zero, minus_inf = fmt.exp, fmt.acc(0), fmt.acc("-inf")
 
     @device
     def gradient(S, dP, L, D, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k):
@@ -293,9 +296,10 @@ def score_gradient(tiling: Tiling, rule: Any, change: Any, fmt: Format) -> Any:
         finish(S, kind, mask_args, state, b, h, row_0, col_0, N_q, N_k)
         for r in range(R_r):
             for c in range(R_c):
-                p = exp(S[r, c] - L[r])
+                # What is masked stays 0 also where L_i, dO_i or V_j hold NaN.
+                p = exp(S[r, c] - L[r]) if S[r, c] != minus_inf else zero
                 S[r, c] = p
-                dP[r, c] = p * dP[r, c] if p != zero else zero  # V_j may hold NaN where masked
+                dP[r, c] = p * dP[r, c] if p != zero else zero
 
     return gradient
 

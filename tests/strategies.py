@@ -25,7 +25,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa2_numba import api, launch, masking, reference, simulator
+from fa2_numba import api, backward, launch, masking, reference, simulator
 from fa2_numba.tiling import Tiling
 
 DTYPES = {
@@ -172,6 +172,11 @@ def staircase(args: Any, i: Any, j: Any, s: Any) -> Any:
     return s + (j % 3 - 1) * 0.25
 
 
+def one(args: Any, i: Any, j: Any, s: Any) -> Any:
+    """The derivative of a change that adds a constant."""
+    return 1.0
+
+
 # ---- one problem ------------------------------------------------------------------------------
 
 ONE_WARP = Tiling(4, 8, 4, 8)
@@ -234,6 +239,13 @@ class Case:
                 x = np.broadcast_to(x[:, :, :1], shape)
             made.append(np.ascontiguousarray(x.astype(DTYPES[dtype])))
         return made
+
+    def upstream(self, dtype: str, dlse: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
+        """dout, as `arrays` makes its arrays, and dlse on the host."""
+        shape = (self.B, self.H, self.N_q, self.kernel.d)
+        acc = np.float64 if dtype == "fp64" else np.float32
+        dout = (self.rng("dout").standard_normal(shape) + 0.3).astype(DTYPES[dtype])
+        return dout, self.rng("dlse").standard_normal(shape[:3]).astype(acc) if dlse else None
 
     def dense_mask(self) -> np.ndarray | None:
         """The mask's parts as one boolean array that broadcasts to (B, H, N_q, N_k)."""
@@ -310,7 +322,7 @@ class Case:
         if "alibi" in self.kernel.score:
             options["alibi_slopes"] = to_device(self.slopes(dtype))
         if "staircase" in self.kernel.score:
-            options["score"] = masking.score(staircase)
+            options["score"] = masking.score(staircase, derivative=one)
         if self.scale is not None:
             options["scale"] = self.scale
         return options
@@ -361,10 +373,27 @@ class Backend:
         out, lse = api.attention(*device, method=method, return_lse=True, **options)
         return self.to_host(out), self.to_host(lse)
 
+    def backward(
+        self, method: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """dq, dk, dv on the host by a method of `METHODS_BACKWARD`."""
+        arrays = [
+            self.to_device(x) if isinstance(x, np.ndarray) else x for x in (dout, q, k, v, out, lse)
+        ]
+        dlse = options.pop("dlse", None)
+        options["dlse"] = self.to_device(dlse) if isinstance(dlse, np.ndarray) else dlse
+        got = backward.attention_backward(*arrays, **backward_method(method), **options)
+        return tuple(self.to_host(x) for x in got)  # type: ignore[return-value]
+
     def run(self, method: str, dtype: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
         """`attention` of a case."""
         options = case.options(dtype, self.to_device)
         return self.attention(method, *self.operands(case, dtype), **options)
+
+
+def backward_method(name: str) -> dict[str, Any]:
+    """The arguments of `attention_backward` that ask for a method of `METHODS_BACKWARD`."""
+    return {"method": name.split("_")[0], "deterministic": name.endswith("_deterministic")}
 
 
 def bits(*arrays: np.ndarray) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from fa2_numba import api, clock, hbm, launch, masking, simulator, smem
+from fa2_numba import api, backward, clock, hbm, launch, masking, simulator, smem
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import BooleanArray, Table
@@ -107,8 +107,8 @@ class Compiled(Operands):
     def __init__(self, problem: Problem, folder: Path, counted: bool, clocks: int = -1):
         acc = np.float64 if problem.dtype == "fp64" else np.float32
         arrays = {
-            n: np.empty(problem.layout(n).shape, acc if n == "L" else STORAGE[problem.dtype])
-            for n in "QKVOL"
+            n: np.empty(problem.layout(n).shape, acc if "L" in n else STORAGE[problem.dtype])
+            for n in ("Q", "K", "V", "O", "L", "dO", "dL", "dQ", "dK", "dV")
         }
         super().__init__(problem, arrays, lambda s, t: (np.empty(s, t), None), 0, 1.0, counted)
         self.folder, self.clocks = folder, clocks
@@ -163,7 +163,8 @@ def compiled(hopper: Path) -> Any:
         mask, score = mask or masking.none(), score or masking.unchanged()
         problem = Problem(method, dtype, 1, 2, 1, N, N, d, tiling, mask, score)
         operands = Compiled(problem, hopper, counted, clocks)
-        api.METHODS[method](problem, operands)
+        run = backward.launch if method in backward.METHODS_BACKWARD else api.METHODS[method]
+        run(problem, operands)
         return operands.codes
 
     return build

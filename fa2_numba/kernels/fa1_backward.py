@@ -60,7 +60,8 @@ def build(
     R_k, R_d = C_k * G_k, C * G
     fmt = FORMATS[dtype]
     acc_type, storage, to_acc = fmt.acc, fmt.storage, fmt.to_acc
-    ZERO, ONE, INFINITY = acc_type(0), acc_type(1), acc_type("inf")
+    ZERO, ONE = acc_type(0), acc_type(1)
+    INFINITY, NEG_INF = acc_type("inf"), acc_type("-inf")
 
     tiles, shared_bytes = tiling.backward_layout(d, dtype, TILES)
     Q_tile, dO_tile, K_tile, V_tile, P_tile, dS_tile = (
@@ -146,7 +147,7 @@ def build(
                             l = INFINITY  # a row without keys, or past the last: P = 0
                             if row < N_q:
                                 l = L[b, h, row]
-                                l = INFINITY if l == -INFINITY else l
+                                l = INFINITY if l == NEG_INF else l
                                 if dL is not None:
                                     delta -= dL[b, h, row]
                         if row < N_q:
