@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from fa2_numba import masking
 from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
 from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
-from fa2_numba.tiling import DTYPE_BYTES, Tiling, acc_bytes, ceil_div
+from fa2_numba.tiling import DTYPE_BYTES, Tiling, acc_bytes, ceil_div, vector_width
 from fa2_numba.traffic import Traffic
 
 WARP = 32  # lanes
@@ -262,7 +262,9 @@ def _standard_backward(moves: "_Moves", mask: "_Mask") -> None:
 def _rowsum(moves: "_Moves") -> None:
     """D from dO and O, a warp a row."""
     p, tiles = moves.problem, moves.tiles
-    row, one = Pattern.copy(1, WARP * p.d_width, WARP, p.d_width), Pattern.copy(1, 1, 1)
+    one_warp = Tiling(1, WARP, 1, WARP)
+    row = Pattern.registers(one_warp, C=vector_width(p.dtype), width=p.d_width)
+    one = Pattern.copy(1, 1, 1)
     tiles("dO", "D = rowsum(dO o O)", "load", row)
     tiles("O", "D = rowsum(dO o O)", "load", row)
     if p.dlse:

@@ -226,7 +226,8 @@ class Tiling:
             scores = 2 * self.R_r * self.R_c + 4 * (self.R_r + self.R_c)
             dQ_i = self.R_r * C * G + 4 * self.R_r + C
             held = 2 * C_k * G_k * C * G + max(scores, dQ_i)
-            return 40 + 24 * (words - 1) + held * words
+            addresses = 80 if method == "fa1_backward" else 40  # it moves O, dQ, L and dL by row
+            return addresses + 24 * (words - 1) + held * words
         tiles = self.R_r * (self.R_c + C * G)
         fragments = 4 * (self.R_r + max(self.R_c, C))
         return 40 + 24 * (words - 1) + (tiles + fragments) * words

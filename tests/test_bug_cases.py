@@ -1,9 +1,9 @@
 """Public bug reports about attention kernels, restated as small cases; each id names its report.
 
-The lists below say what is covered here (or, with sizes beyond 2**31 or torch, in
-test_gpu.py), and what waits for features that this package does not have yet. A test's id starts
-with the report that it restates; the half-line of history beside it is in our words. Sizes are
-scaled down to the simulator's with tiles that keep the proportions.
+The lists below say what is covered here (the backward pass in test_bug_cases_backward.py; sizes
+beyond 2**31 and torch in test_gpu.py), and what waits for features that this package does not have
+yet. A test's id starts with the report that it restates; the half-line of history beside it is in
+our words. Sizes are scaled down to the simulator's with tiles that keep the proportions.
 """
 
 import math
@@ -24,16 +24,17 @@ flash-attention#2470 flash-attention#2503 flashinfer#1533 flashinfer#4051 flashi
 cudnn-frontend#740 cudnn-frontend#943 cudnn-frontend#1072 flashinfer#941 triton#621
 native-sparse-attention-triton#27 Megatron-LM#53
 """.split()
+BACKWARD = """
+pytorch#136232 cudnn-frontend#160 flash-attention#334 flash-attention#443 flash-attention#1052
+flash-attention#test:bwd_transpose flash-attention#414 flash-attention#2244 flash-attention#359
+flash-attention#746 flash-attention#2466 flash-attention#889
+""".split()
 ON_A_GPU = """
 flash-attention#54 flash-attention#767 flash-attention#1054 flash-attention#1311
-flash-attention#1977 flash-attention#2214 flash-attention#2481 flash-attention#2611
-pytorch#190857 flashattention2-custom-mask#2
+flash-attention#1500 flash-attention#1977 flash-attention#2214 flash-attention#2481
+flash-attention#2611 pytorch#190857 flashattention2-custom-mask#2
 """.split()
 WAITING = {
-    "backward": "pytorch#136232 cudnn-frontend#160 flash-attention#334 flash-attention#443 "
-    "flash-attention#1052 flash-attention#1500 flash-attention#test:bwd_transpose "
-    "flash-attention#414 flash-attention#2244 flash-attention#359 flash-attention#746 "
-    "flash-attention#2466 flash-attention#889",
     "varlen": "flash-attention#1537 flash-attention#1155 flash-attention#1713 "
     "flash-attention#1773 flash-attention#2333 flash-attention#876 pytorch#187899",
     "KV cache": "flash-attention#772 flash-attention#2709 flash-attention#1402 torchtitan#3235 "
@@ -50,13 +51,13 @@ every_method = pytest.mark.parametrize("method", api.METHODS)
 
 def report(name: str) -> Any:
     """Marks a test with the report that it restates; the id becomes part of the test's."""
-    assert name in FORWARD + ON_A_GPU, name
+    assert name in FORWARD + BACKWARD + ON_A_GPU, name
     return pytest.mark.parametrize("_report", [name])
 
 
 def test_each_report_is_listed_once() -> None:
     waiting = [name for names in WAITING.values() for name in names.split()]
-    every = FORWARD + ON_A_GPU + waiting
+    every = FORWARD + BACKWARD + ON_A_GPU + waiting
     assert len(every) == len(set(every)) == 70
 
 

@@ -19,7 +19,16 @@ import pytest
 from numba import cuda
 
 from fa2_numba import api, backward, clock, hbm, launch, masking, simulator, smem
-from fa2_numba.kernels import fa1, fa2, standard, tile_map
+from fa2_numba.kernels import (
+    fa1,
+    fa1_backward,
+    fa2,
+    fa2_backward,
+    gradient_rows,
+    standard,
+    standard_backward,
+    tile_map,
+)
 from fa2_numba.launch import Operands
 from fa2_numba.masking import BooleanArray, Table
 from fa2_numba.problem import Problem
@@ -30,6 +39,10 @@ pytestmark = pytest.mark.codegen
 H200_SHARED_BYTES = 232_448
 N = 64
 STORAGE = {"fp32": np.float32, "fp64": np.float64, "fp16": np.float16, "bf16": np.uint16}
+
+KERNEL_FILES = (
+    fa1, fa1_backward, fa2, fa2_backward, gradient_rows, standard, standard_backward, tile_map
+)  # fmt: skip
 
 # ---- compiling without a driver ---------------------------------------------------------------
 
@@ -176,11 +189,11 @@ FP64 = r"D(ADD|MUL|FMA|SETP|MNMX|MMA)|.*\bF64\b|.*\.64H"
 ATOMIC = r"ATOM|RED(?!UX)"  # ATOMG, ATOMS, REDG, ...; REDUX is a reduction within a warp
 
 
-def assert_clean(codes: list[Code], dtype: str) -> None:
-    """No atomics, no spills, and float64 in fp64 kernels alone."""
+def assert_clean(codes: list[Code], dtype: str, adds: str = "") -> None:
+    """No atomics but in the kernel `adds`, no spills, and float64 in fp64 kernels alone."""
     assert codes
     for code in codes:
-        assert code.using(ATOMIC) == [], code.name
+        assert bool(code.using(ATOMIC)) == (code.name == adds), code.name
         assert (code.stack, code.local, code.using("LDL|STL")) == (0, 0, []), code.name
         if dtype != "fp64":
             assert code.using(FP64) == [], code.name
@@ -217,6 +230,65 @@ def test_fp64_computes_in_fp64(compiled: Any) -> None:
     (code,) = compiled("fa2", "fp64", 64)
     assert len(code.using("DFMA")) > 100
     assert code.using("FFMA") == []
+
+
+# ---- the backward pass ------------------------------------------------------------------------
+
+ADDS = {"fa2_backward": "fa2_backward_columns"}
+BACKWARD = [
+    *((method, "fp32", d) for method in backward.METHODS_BACKWARD for d in (64, 128)),
+    *(("fa2_backward", dtype, 64) for dtype in ("fp64", "fp16", "bf16")),
+    ("fa2_backward", "fp32", 256),
+    ("fa2_backward", "fp32", 59),
+    ("fa2_backward", "bf16", 128),
+    ("fa2_backward_deterministic", "fp64", 64),
+    ("fa1_backward", "bf16", 64),
+]
+
+
+@pytest.mark.parametrize(("method", "dtype", "d"), BACKWARD)
+def test_backward_kernels(compiled: Any, method: str, dtype: str, d: int) -> None:
+    assert_clean(compiled(method, dtype, d), dtype, ADDS.get(method, ""))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_dQ_is_added_without_an_answer(compiled: Any, d: int) -> None:
+    """A reduction (RED) does not bring the old value back, as an atomic operation (ATOM) does."""
+    (code,) = (c for c in compiled("fa2_backward", "fp32", d) if c.name.endswith("columns"))
+    tiling = choose(d, "fp32", "fa2_backward", H200_SHARED_BYTES)
+    C, G = tiling.columns_of_O(d, "fp32")
+    assert len(code.using("RED.*F32")) == tiling.R_r * C * G == len(code.using(ATOMIC))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_backward_pass_moves_16_bytes_at_once(compiled: Any, d: int) -> None:
+    for code in compiled("fa2_backward_deterministic", "fp32", d):
+        assert code.using(r"LDG\.E\.128")
+        if code.name == "backward_rowsum":
+            assert set(code.using("LDG")) == {"LDG.E.128"}
+        else:  # L_i and D_i are single elements
+            assert set(code.using("LDG")) == {"LDG.E.128", "LDG.E"}
+            assert set(code.using("STG")) == {"STG.E.128"}
+            assert len(code.using(r"LDS\.128")) >= 24 and code.using(r"STS\.128")
+
+
+def test_a_product_is_one_loop_of_multiply_adds(compiled: Any) -> None:
+    """S, dP, dV, dK and dQ, the last three also without masked terms: 128 of each unrolled."""
+    (code,) = (c for c in compiled("fa2_backward", "fp32", 64) if c.name.endswith("columns"))
+    assert len(code.using("FFMA")) == 8 * 128
+
+
+@pytest.mark.parametrize("mask", ["window", "boolean", "own"])
+def test_masks_of_the_backward_pass(compiled: Any, mask: str) -> None:
+    assert_clean(
+        compiled("fa2_backward", "fp32", 64, None, MASKS[mask]), "fp32", ADDS["fa2_backward"]
+    )
+
+
+@pytest.mark.parametrize("score", ["softcap", "alibi"])
+def test_score_changes_of_the_backward_pass(compiled: Any, score: str) -> None:
+    codes = compiled("fa2_backward", "fp32", 64, None, MASKS["causal"], SCORES[score])
+    assert_clean(codes, "fp32", ADDS["fa2_backward"])
 
 
 # ---- how memory is moved ----------------------------------------------------------------------
@@ -329,14 +401,16 @@ def test_score_changes(compiled: Any, score: str) -> None:
 # ---- counting is an argument type -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", [*api.METHODS, *backward.METHODS_BACKWARD])
 def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -> None:
     """The same SASS before and after the counted kernels were compiled from the same source."""
     what: Any = ("fp32", 16, Tiling(8, 8, 4, 8))  # small, to compile quickly
     what += (BOOLEAN,) if method == "fa2" else ()
     before = compiled(method, *what)
+    if method == "fa2_backward":
+        assert [code.name for code in before if code.using(ATOMIC)] == [ADDS[method]]
     counted = compiled(method, *what, counted=True)
-    for module in (fa1, fa2, standard, tile_map):
+    for module in KERNEL_FILES:
         for function in vars(module).values():
             if hasattr(function, "cache_clear") and function.__module__ == module.__name__:
                 function.cache_clear()

@@ -17,7 +17,7 @@ from fa2_numba.formats import FORMATS
 from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem
 from fa2_numba.softmax import row_reductions
-from fa2_numba.tiling import Tiling, ceil_div
+from fa2_numba.tiling import Tiling, ceil_div, vector_width
 
 WARP = 32
 ROWSUM_WARPS = 4  # rows of a block
@@ -26,12 +26,16 @@ ADDING = ("fa1_backward", "fa2_backward")  # methods that add to dQ
 
 @cache.built
 def build_rowsum(d: int, dtype: str, width: int) -> Any:
-    """Kernel ``rowsum(dO, O, dL, D)``; dL may be None. `width` elements of dO and O at once."""
+    """Kernel ``rowsum(dO, O, dL, D)``; dL may be None. `width` elements of dO and O at once.
+
+    A lane sums the same columns for every `width`, so D has the same bits.
+    """
     fmt = FORMATS[dtype]
     acc_type, storage, to_acc = fmt.acc, fmt.storage, fmt.to_acc
     ZERO = acc_type(0)
     load = hbm.vector_load(width)
-    steps = ceil_div(d, WARP * width)
+    C = vector_width(dtype)  # neighbours of a lane
+    steps = ceil_div(d, WARP * C)
     _, row_sum = row_reductions(WARP)
 
     def rowsum(dO, O, dL, D):
@@ -46,12 +50,13 @@ def build_rowsum(d: int, dtype: str, width: int) -> Any:
         y = cuda.local.array(width, storage)
         total = ZERO
         for t in range(steps):
-            col = (t * WARP + lane) * width
-            if inside and col < d:
-                load(dO, (b, h, row, col), x, 0)
-                load(O, (b, h, row, col), y, 0)
-                for c in range(width):
-                    total += to_acc(x[c]) * to_acc(y[c])
+            for c in range(0, C, width):
+                col = (t * WARP + lane) * C + c
+                if inside and col < d:
+                    load(dO, (b, h, row, col), x, 0)
+                    load(O, (b, h, row, col), y, 0)
+                    for n in range(width):
+                        total += to_acc(x[n]) * to_acc(y[n])
         total = row_sum(total)
         if inside and lane == 0:
             if dL is not None:
