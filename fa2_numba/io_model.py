@@ -821,7 +821,7 @@ class _Moves:
 
 
 def closed_form(problem: Problem) -> dict[str, int]:
-    """Elements moved by full or causal attention, as formulas.
+    """Elements moved by full or causal attention, or its backward pass, as formulas.
 
     For each head of each batch, with T_r = ceil(N_q / B_r) and T_c = ceil(N_k / B_c):
 
@@ -833,6 +833,15 @@ def closed_form(problem: Problem) -> dict[str, int]:
     * standard (Algorithm 0) moves S and P. A softmax that holds a row loads S once, and the sum is
       ``4 N_q N_k``; here it is loaded twice, ``5 N_q N_k``. The paper counts Q, K and V once; the
       tiled products load ``N_q d T_c + 2 N_k d T_r`` of them.
+
+    Backward, K, V, dK and dV count once for each key head, and N_q d T_c are the rows streamed past
+    the key tiles:
+
+    * fa2 (Dao 2023, Algorithm 2) loads ``2 N_k d`` of K and V, streams Q and dO and adds as much to
+      dQ: ``3 N_q d T_c``. The second pass of the deterministic form loads Q, dO, K and V as the
+      forward pass does, and adds nothing.
+    * fa1 (Dao et al. 2022, Algorithm 4) streams Q, O and dO, and dQ both ways: ``5 N_q d T_c``.
+    * standard stores ``2 N_q N_k`` of P and dS and loads ``3 N_q N_k``.
 
     Causal fa1 and fa2 visit the tiles up to the diagonal: of row tile i the first
     ``ceil((min((i+1) B_r, N_q) + N_k - N_q) / B_c)``.
@@ -857,6 +866,8 @@ def closed_form(problem: Problem) -> dict[str, int]:
     visits = row_tiles(p)
     keys = sum(min(N_k, tiles * t.B_c) for _, tiles in visits)  # streamed past the row tiles
     rows = sum(rows * tiles for rows, tiles in visits)  # streamed past the key tiles
+    if p.method in METHODS_BACKWARD:
+        return _closed_form_backward(p, keys, rows)
     if p.method == "fa2":
         moved = {"Q load": N_q * d, "K load": keys * d, "V load": keys * d}
         moved |= {"O store": N_q * d, "L store": N_q}
@@ -876,12 +887,44 @@ def closed_form(problem: Problem) -> dict[str, int]:
     return {name: p.B * p.H * elements for name, elements in moved.items()}
 
 
+def _closed_form_backward(problem: Problem, keys: int, rows: int) -> dict[str, int]:
+    """`closed_form` of the backward methods, given what is streamed past row and key tiles."""
+    p = problem
+    N_q, N_k, d = p.N_q, p.N_k, p.d
+    once = {f"{name} load": N_k * d for name in "KV"} | {f"d{name} store": N_k * d for name in "KV"}
+    moved = {"Q load": rows * d, "dO load": rows * d, "L load": rows}  # per query head
+    if p.method == "fa1_backward":
+        moved |= {"O load": rows * d, "dL load": rows * p.dlse}
+        moved |= {f"{p.dq_acc_name} load": rows * d, f"{p.dq_acc_name} store": (rows + N_q) * d}
+    else:
+        moved |= {"D load": rows, "D store": N_q, "dL load": N_q * p.dlse}
+        moved |= {"O load": N_q * d, "dO load": (rows + N_q) * d}
+    if p.method == "fa2_backward":
+        moved |= {f"{p.dq_acc_name} atomic": rows * d, f"{p.dq_acc_name} store": N_q * d}
+    if p.method == "fa2_backward_deterministic":
+        moved |= {"Q load": (rows + N_q) * d, "dO load": (rows + 2 * N_q) * d, "dQ store": N_q * d}
+        moved |= {"L load": rows + N_q, "D load": rows + N_q}
+        again = {"K load": keys * d, "V load": keys * d}
+    elif p.method == "standard_backward":
+        moved |= {"Q load": 2 * rows * d, "dO load": (2 * rows + N_q) * d, "dQ store": N_q * d}
+        moved |= {"P store": N_q * N_k, "P load": N_q * N_k}
+        moved |= {"dS store": N_q * N_k, "dS load": 2 * N_q * N_k}
+        once |= {"K load": 0, "V load": 0}
+        again = {"K load": 2 * keys * d, "V load": keys * d}
+    else:
+        again = {}
+        if p.rounds:
+            moved |= {"dQ_acc load": moved.get("dQ_acc load", 0) + N_q * d, "dQ store": N_q * d}
+    total = {name: p.B * p.H * n for name, n in (moved | again).items()}
+    return total | {name: p.B * p.H_k * n + total.get(name, 0) for name, n in once.items()}
+
+
 def row_tiles(problem: Problem) -> list[tuple[int, int]]:
     """Of each row tile, its rows and how many key tiles it visits, from the first key on."""
     p, t = problem, problem.tiling
     if p.mask.rule not in _UNIFORM[:3]:
         raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
-    full = p.mask.rule is masking._NONE or p.method == "standard"
+    full = p.mask.rule is masking._NONE or p.method in ("standard", "standard_backward")
     tiles = []
     for first in range(0, p.N_q, t.B_r):
         end = min(first + t.B_r, p.N_q)
@@ -893,10 +936,15 @@ def row_tiles(problem: Problem) -> list[tuple[int, int]]:
 def compulsory(problem: Problem) -> dict[str, int]:
     """Bytes that any method must move: Q, K and V read once, O and L written once.
 
+    Backward: Q, K, V, O, L, dO and dL, if there is one, read; dQ, dK and dV written.
+
     What reaches DRAM when the caches hold all that is read again. With grouped heads, K and V count
     once a key/value head.
     """
-    layouts = {name: problem.layout(name) for name in "QKVOL"}
+    names = ["Q", "K", "V", "O", "L"]
+    if problem.method in METHODS_BACKWARD:
+        names += ["dO", *(["dL"] if problem.dlse else []), "dQ", "dK", "dV"]
+    layouts = {name: problem.layout(name) for name in names}
     return {name: math.prod(a.shape) * a.itemsize for name, a in layouts.items()}
 
 
@@ -985,7 +1033,7 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
     Raises
     ------
     ValueError
-        Another mask, or no number of blocks for a kernel.
+        Another mask, no number of blocks for a kernel, or a method of the backward pass.
 
     Notes
     -----
@@ -995,6 +1043,8 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
     Stores are what has to arrive. A counter of DRAM writes does not show them: at the end of a
     kernel dirty lines are still in L2.
     """
+    if problem.method not in STREAMING:
+        raise ValueError(f"method: got {problem.method!r}, accepted: {', '.join(STREAMING)}")
     W = {name: slots.get(name, 0) for name in STREAMING[problem.method]}
     if any(blocks < 1 for blocks in W.values()):
         raise ValueError(f"slots: got {dict(slots)}, accepted: 1 block or more of {', '.join(W)}")

@@ -16,14 +16,15 @@ from hypothesis import example
 from hypothesis import strategies as st
 from strategies import forall
 
-from fa2_numba import io_model, masking, simulator, traffic
+from fa2_numba import backward, io_model, masking, simulator, traffic
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import Mask, Score
-from fa2_numba.problem import METHODS, Layout, Problem
+from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
 from fa2_numba.tiling import Tiling, acc_bytes
 
-LAUNCH = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
+LAUNCH: dict[str, Any] = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
+LAUNCH |= dict.fromkeys(METHODS_BACKWARD, backward.launch)
 DTYPES = {"fp32": np.float32, "fp64": np.float64, "fp16": np.float16, "bf16": np.uint16}
 ONE_WARP = Tiling(8, 8, 4, 8)
 TILINGS = (
@@ -138,7 +139,8 @@ class Case:
 
     def problem(self) -> Problem:
         sizes = (self.B, self.H, self.H_k, self.N_q, self.N_k, self.d, self.tiling)
-        return Problem(self.method, self.dtype, *sizes, self.mask_of(), self.score_of())
+        dlse = "backward" in self.method and self.seed % 3 > 0
+        return Problem(self.method, self.dtype, *sizes, self.mask_of(), self.score_of(), dlse=dlse)
 
 
 MASKS = (
@@ -151,7 +153,7 @@ MASKS = (
 
 
 @st.composite
-def cases(draw: Any) -> Case:
+def cases(draw: Any, methods: tuple[str, ...] = METHODS) -> Case:
     """Any problem of up to 24 rows and keys: the simulator counts one in about 0.1 s."""
 
     def pick(*values: Any) -> Any:
@@ -164,12 +166,12 @@ def cases(draw: Any) -> Case:
 
     tiling = pick(*TILINGS)
     places = []
-    for name in "QKVOL":
-        kinds = (*PLACES, *SHARED_PLACES) if name in "QKV" else tuple(PLACES)
+    for name in ("Q", "K", "V", "O", "L", *(("dO", "dL") if methods != METHODS else ())):
+        kinds = (*PLACES, *SHARED_PLACES) if name in "QKVdO" and name != "O" else tuple(PLACES)
         kind = draw(st.just("contiguous") | st.sampled_from(kinds))
         places.append((name, kind, pick(0, 0, 1, 2, 4, 8, 16)))
     return Case(
-        pick(*METHODS), pick(*DTYPES), tiling,
+        pick(*methods), pick(*DTYPES), tiling,
         pick(1, 2), pick(1, 2), pick(1, 2, 3),
         length(tiling.B_r), length(tiling.B_c), pick(1, 3, 4, 5, 8, 12),
         pick(*MASKS), pick("", "", "softcap", "alibi", "softcap alibi"),
@@ -224,12 +226,16 @@ def place(case: Case) -> tuple[Problem, dict[str, np.ndarray]]:
     arrays = {}
     where = {name: (PLACES | SHARED_PLACES)[kind] for name, kind, _ in case.places}
     offsets = {name: offset for name, _, offset in case.places}
-    for name in "QKVOL":
-        heads, length = (p.H_k, p.N_k) if name in "KV" else (p.H, p.N_q)
-        shape = (p.B, heads, length, 1 if name == "L" else p.d)
-        dtype = acc if name == "L" else kernel_dtype
+    names = ["Q", "K", "V", "O", "L"]
+    if p.method in METHODS_BACKWARD:
+        names += ["dO", "dL", "dQ", "dK", "dV"]
+    for name in names:
+        heads, length = (p.H_k, p.N_k) if name[-1] in "KV" else (p.H, p.N_q)
+        shape = (p.B, heads, length, 1 if name[-1] == "L" else p.d)
+        dtype = acc if name[-1] == "L" else kernel_dtype
         arrays[name] = where.get(name, memory)(shape, dtype, offsets.get(name, 0))
-    arrays["L"] = arrays["L"][..., 0]
+        if name[-1] == "L":
+            arrays[name] = arrays[name][..., 0]
     return replace(p, layouts={name: layout_of(a) for name, a in arrays.items()}), arrays
 
 
@@ -261,13 +267,32 @@ def test_counted_is_predicted(case: Case) -> None:
 
 
 @on_the_simulator
+@forall(60, cases(METHODS_BACKWARD))
+def test_counted_is_predicted_backward(case: Case) -> None:
+    problem, arrays = place(case)
+    counted, _ = count(problem, arrays)
+    predicted = io_model.predict(problem)
+    assert traffic.differences(counted, predicted) == []
+    assert all(row.requests for row in predicted)
+
+
+@on_the_simulator
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *METHODS_BACKWARD])
 @pytest.mark.parametrize("mask", ["boolean bhqk", "skip & documents b & boolean hk"])
 def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mask: str) -> None:
     case = Case(method, dtype, B=2, H_k=2, N_q=9, N_k=12, mask=mask, score="alibi")
     counted, problem = count(*place(case), shift=16)
     assert traffic.differences(counted, io_model.predict(problem)) == []
+
+
+@pytest.mark.parametrize("method", METHODS_BACKWARD)
+def test_without_rows_the_gradients_of_keys_are_still_written(method: str) -> None:
+    rows = io_model.predict(Case(method, N_q=0, N_k=19, H_k=2, group=3).problem())
+    stored = {r.array: r.elements for r in rows if r.op == "store"}
+    assert stored == {"dK": 2 * 19 * 4, "dV": 2 * 19 * 4}
+    for empty in ("B", "H_k"):
+        assert io_model.predict(replace(Case(method), **{empty: 0}).problem()) == []
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -333,7 +358,7 @@ def test_walking_the_warps_of_fa2_gives_the_same() -> None:
 # --- at the size of a figure ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *METHODS_BACKWARD])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -360,7 +385,7 @@ def test_a_million_rows_take_no_time(method: str, mask: Mask) -> None:
 
 
 @st.composite
-def plain_problems(draw: Any) -> Problem:
+def plain_problems(draw: Any, methods: tuple[str, ...] = METHODS) -> Problem:
     """Full or causal attention, dividing and ragged; the model needs no kernel, so any size."""
     pick = st.sampled_from
     tiling = draw(pick((*TILINGS, Tiling(64, 32, 8, 16))))
@@ -369,10 +394,11 @@ def plain_problems(draw: Any) -> Problem:
     H_k = draw(pick((1, 2)))
     mask = draw(pick((masking.none(), masking.causal(), masking.causal_skip())))
     sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, draw(st.integers(1, 128)))
-    return Problem(draw(pick(METHODS)), draw(pick(tuple(DTYPES))), *sizes, tiling, mask)
+    dtype, dlse = draw(pick(tuple(DTYPES))), draw(st.booleans())
+    return Problem(draw(pick(methods)), dtype, *sizes, tiling, mask, dlse=dlse)
 
 
-@forall(200, plain_problems())
+@forall(200, plain_problems((*METHODS, *METHODS_BACKWARD)))
 def test_closed_forms_are_predicted(problem: Problem) -> None:
     rows = io_model.predict(problem)
     moved = {
@@ -390,6 +416,36 @@ def test_nothing_moves_less_than_the_compulsory_bytes(problem: Problem) -> None:
         assert io_model.total(rows, array=name) >= least[name]
     if problem.method == "fa2":
         assert io_model.total(rows, op="store") == least["O"] + least["L"]
+
+
+@forall(100, plain_problems(METHODS_BACKWARD))
+def test_gradients_move_no_less_than_the_compulsory_bytes(problem: Problem) -> None:
+    rows = io_model.predict(problem)
+    least = io_model.compulsory(problem)
+    assert ("dL" in least) == problem.dlse
+    seen = problem.mask.name == "none" and problem.N_q and problem.N_k
+    for name in least if seen else ("dK", "dV"):
+        assert io_model.total(rows, array=name) >= least[name]
+
+
+def test_what_the_backward_pass_moves() -> None:
+    """Elements over N d at N = 16384, d = 64, tiles of 64 x 64, as worked out from Algorithm 2."""
+    N, d, t = 16384, 64, Tiling(64, 64, 8, 16)
+    p = Problem("fa2_backward", "fp32", 1, 1, 1, N, N, d, t)
+    moved = io_model.closed_form(p)
+    streamed = N * (N // 64)
+    assert moved["dQ atomic"] == streamed * d
+    # K, V, dK, dV; dO and O for D; dQ cleared; D; Q, dO, dQ, L and D streamed past the key tiles
+    assert sum(moved.values()) == 7 * N * d + N + (3 * d + 2) * streamed
+    deterministic = io_model.closed_form(replace(p, method="fa2_backward_deterministic"))
+    assert "dQ atomic" not in deterministic
+    assert sum(deterministic.values()) == 9 * N * d + 3 * N + (2 * d + 2 + 2 * d) * streamed
+
+
+@pytest.mark.parametrize("method", METHODS_BACKWARD)
+def test_dram_is_a_model_of_the_forward_pass(method: str) -> None:
+    with pytest.raises(ValueError, match=f"method: got '{method}'"):
+        io_model.dram(Case(method).problem(), {"fa2": 132})
 
 
 def test_the_textbook_numbers() -> None:
