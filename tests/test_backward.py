@@ -26,6 +26,7 @@ from strategies import (
 )
 
 from fa2_numba import api, backward, io_model, launch, masking, reference, simulator, traffic
+from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
 
 METHODS = tuple(backward.METHODS_BACKWARD)
@@ -387,6 +388,33 @@ def test_shared_memory_is_counted(backend: Backend, method: str) -> None:
     tiles = {(r.tile, r.op) for r in run.on_chip}
     assert {(tile, op) for tile in ("dO_i", "dS_ij") for op in ("load", "store")} <= tiles
     assert "L_i, D_i" in {r.tile for r in run.on_chip} or method == "fa1_backward"
+
+
+@every_method
+def test_every_phase_is_timed(backend: Backend, method: str) -> None:
+    """The kernels with a clock: each phase of each has taken time, and the gradients are right."""
+    if backend.name == "gpu":
+        pytest.skip("the launcher alone, on NumPy arrays")
+    case = Case(Kernel(d=4), B=2, H_k=2, group=2, N_q=9, N_k=17)
+    dout, q, k, v, out, lse = host_arrays(case, "fp32", causal=True)
+    sizes = (case.B, case.H, case.H_k, case.N_q, case.N_k, case.kernel.d)
+    problem = Problem(method, "fp32", *sizes, TILING, masking.causal())
+    arrays = {"dO": dout, "Q": q, "K": k, "V": v, "O": out, "L": lse}
+    arrays |= {f"d{name}": np.full_like(arrays[name], np.nan) for name in "QKV"}
+    operands = launch.Operands(
+        problem, arrays, lambda s, t: (np.full(s, np.nan, t), None), 0, 0.5, False, timed=True
+    )
+    backward.launch(problem, operands)
+    timelines = operands.timelines()
+    assert len(timelines) == {"standard": 3, "fa2_backward_deterministic": 2}.get(
+        method if method.endswith("_deterministic") else method.split("_")[0], 1
+    )
+    for timeline in timelines:
+        assert (timeline.cycles.sum(axis=(0, 1)) > 0).all(), timeline.kernel
+    reference.assert_attention_backward(
+        (arrays["dQ"], arrays["dK"], arrays["dV"]), dout, q, k, v, out, lse,
+        name=method, causal=True, scale=0.5,
+    )  # fmt: skip
 
 
 # ---- bad input --------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from numba import cuda
-from strategies import DTYPES, Backend, Case, Kernel, bits, forall
+from strategies import DTYPES, Backend, Case, Kernel, backward_method, bits, forall
 
-from fa2_numba import api, arrays, hbm, io_model, launch, masking, reference, traffic
+from fa2_numba import api, arrays, backward, hbm, io_model, launch, masking, reference, traffic
 from fa2_numba.tiling import Tiling
 
 pytestmark = pytest.mark.gpu
@@ -419,6 +419,50 @@ def test_row_stride_beyond_32_bits(cp: Any, method: str) -> None:
         x[...] = cp.asarray(host)
     out, lse = api.attention(q, k, v, causal=True, method=method, return_lse=True)
     check_heads(cp, out, lse, q, k, v, [(0, 0)], causal=True)
+
+
+@one_worker
+def test_gradients_beyond_2_to_the_31_elements(cp: Any) -> None:
+    # flash-attention#1500, #1311: row offsets of the dq accumulator wrap
+    need(cp, 60)
+    B, H, n, d = 17_000, 16, 128, 64
+    q, k, v, dout, out = (cp.zeros((B, H, n, d), cp.float16) for _ in range(5))
+    assert q.size > 2**31
+    heads = [(0, 0), (B // 2, 3), (B - 1, H - 1)]
+    for n_head, (b, h) in enumerate(heads):
+        for x, seed in ((q, 0), (k, 1), (v, 2), (dout, 3)):
+            x[b, h] = cp.asarray(values(n, d, dtype="fp16", seed=10 * n_head + seed))
+    _, lse = api.attention(q, k, v, causal=True, return_lse=True, out=out)
+    gradients = backward.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for place in heads:
+        host = [cp.asnumpy(x[place]) for x in (dout, q, k, v, out, lse)]
+        got = tuple(cp.asnumpy(x[place]) for x in gradients)
+        reference.assert_attention_backward(got, *host, name=str(place), causal=True)
+    assert not any(x[B // 3, 0].any() for x in gradients)
+
+
+@pytest.mark.parametrize("method", backward.METHODS_BACKWARD)
+def test_gradients_on_a_torch_stream(torch: Any, method: str) -> None:
+    # flash-attention#2481: the preprocessing kernel read dout before its producer had finished
+    host = qkv(70, 70, 32, H_k=4)
+    forward = reference.attention_same_precision(*host, causal=True)
+    dout = values(*host[0].shape, seed=7)
+    good = [to_torch(torch, x) for x in (dout, *host, *forward)]
+    options = {"causal": True, **backward_method(method)}
+    backward.attention_backward(*good, **options)  # compiled
+    delay(0)
+    late = [torch.full_like(x, math.nan) for x in good]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        delay(cuda.external_stream(stream.cuda_stream))
+        for x, y in zip(late, good, strict=True):
+            x.copy_(y)
+        got = backward.attention_backward(*late, **options)
+    stream.synchronize()
+    reference.assert_attention_backward(
+        tuple(x.cpu().numpy() for x in got), dout, *host, *forward, name=method, causal=True
+    )
 
 
 @one_worker

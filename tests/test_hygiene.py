@@ -24,7 +24,7 @@ from strategies import (
     forall,
 )
 
-from fa2_numba import api, masking, reference, simulator
+from fa2_numba import api, backward, masking, reference, simulator
 from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
@@ -208,6 +208,52 @@ def test_workspaces_are_written_before_read_and_stay_in_bounds(
     reference.assert_attention(
         out.view(DTYPES[dtype]), lse, *host, name=method, **case.reference_options(dtype)
     )
+
+
+@pytest.mark.parametrize("method", backward.METHODS_BACKWARD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@forall(2, cases(kernels(((), ("causal",))), empty=False))
+def test_workspaces_of_the_backward_pass(
+    backend: Backend, method: str, dtype: str, case: Case
+) -> None:
+    """The same for gradients: xformers#1025 was a workspace of the backward pass."""
+    rule = masking.causal() if case.kernel.mask else masking.none()
+    sizes = (case.B, case.H, case.H_k, case.N_q, case.N_k, case.kernel.d)
+    problem = Problem(method, dtype, *sizes, TILING, rule, dlse=True)
+    storage = np.uint16 if dtype == "bf16" else DTYPES[dtype]
+    q, k, v = case.arrays(dtype)
+    dout, dlse = case.upstream(dtype)
+    assert dlse is not None
+    out, lse = reference.attention_same_precision(q, k, v, **case.reference_options(dtype))
+    held, operands = [], {}
+
+    def allocate(shape: tuple[int, ...], element: Any) -> tuple[Any, Any]:
+        size = np.dtype(element).itemsize
+        poison = np.full((*shape, size), 0xFF, np.uint8).view(element).reshape(shape)
+        array, holder = guarded(backend, poison)
+        held.append((holder, poison.nbytes))
+        return array, holder
+
+    inputs = {"Q": q, "K": k, "V": v, "O": out, "dO": dout}
+    for name, x in (
+        {n: x.view(storage) for n, x in inputs.items()} | {"L": lse, "dL": dlse}
+    ).items():
+        operands[name], holder = guarded(backend, x)
+        held.append((holder, x.nbytes))
+    for name in ("dQ", "dK", "dV"):
+        operands[name] = allocate(problem.layout(name).shape, storage)[0]
+    scale = case.scale if case.scale is not None else case.kernel.d**-0.5
+    backward.launch(problem, Operands(problem, operands, allocate, 0, scale, counted=False))
+
+    for holder, size in held:
+        outside = np.flatnonzero(backend.to_host(holder) != CANARY)
+        assert outside.size == 0 or np.ptp(outside) < size
+    got = [operands[name] for name in ("dQ", "dK", "dV")]
+    got = [x if backend.name == "simulator" else x.copy_to_host() for x in got]
+    reference.assert_attention_backward(
+        (got[0].view(q.dtype), got[1].view(q.dtype), got[2].view(q.dtype)),
+        dout, q, k, v, out, lse, dlse=dlse, name=method, **case.reference_options(dtype),
+    )  # fmt: skip
 
 
 # ---- again ------------------------------------------------------------------------------------
