@@ -522,8 +522,7 @@ class _Call(_Shape):
         self.views = {n: arrays.operand(n, a) for n, a in (("q", q), ("k", k), ("v", v))}
         Q, K = self.views["q"], self.views["k"]
         self._check_arrays()
-        _Shape.__init__(
-            self,
+        super().__init__(
             Q.layout.shape,
             None if len(Q.layout.shape) == 2 else K.layout.shape[-3],
             K.layout.shape[-2],

@@ -120,7 +120,7 @@ def _torch(name: str, tensor: Any) -> Operand:
         raise TypeError(f"{name}: got a tensor on {tensor.device}, accepted: a CUDA device")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
-            f"{name}: requires grad, and this function has no backward; "
+            f"{name}: requires grad, and this function is not recorded by autograd; "
             "detach the tensor or run under torch.no_grad()"
         )
     names = {

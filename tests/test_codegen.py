@@ -492,6 +492,11 @@ def add_atomically(A, B):
     cuda.atomic.add(A, (0, 0), 1)
 
 
+def add_atomically_to_integers(A, B):
+    hbm.atomic_add(B, (0, 0), 1.0)
+    A[0, 0] = 0
+
+
 def loop_over(A, B):
     for x in A:
         B[0, 0] = x[0]
@@ -518,6 +523,7 @@ def store_a_row(A, B):
         index_a_row,
         index_with_too_few,
         add_atomically,
+        add_atomically_to_integers,
         store_a_row,
     ],
 )
@@ -528,6 +534,8 @@ def test_other_uses_of_a_counted_array_do_not_compile(hopper: Path, function: An
 
     kernel = hbm.jit(function)
     A, B = counted_array(np.zeros((4, 4), np.float32)), np.zeros((4, 4), np.float32)
+    if function is add_atomically_to_integers:
+        B = B.astype(np.int32)
     errors = numba.core.errors.TypingError, numba.cuda.core.errors.TypingError
     with pytest.raises(errors):
         compile_kernel(kernel, tuple(kernel.typeof_pyval(x) for x in (A, B)), 1, hopper)

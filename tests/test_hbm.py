@@ -11,7 +11,7 @@ from numba import cuda
 from strategies import Backend
 
 from fa2_numba import hbm, launch, simulator
-from fa2_numba.hbm import LOAD, STORE, Counted
+from fa2_numba.hbm import ATOMIC, LOAD, STORE, Counted
 
 WARP = 32
 simulated = pytest.mark.skipif(not simulator.ACTIVE, reason="about the simulator's counting")
@@ -231,6 +231,28 @@ def test_vectors_into_the_middle(backend: Backend) -> None:
 
 
 # ---- phases -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("counted", [False, True])
+def test_atomic_adds(backend: Backend, dtype: Any, counted: bool) -> None:
+    """64 lanes add to neighbours, then all to one element: none of the sums is lost."""
+
+    def add(A, B):
+        i = cuda.blockIdx.x * 32 + cuda.threadIdx.x
+        hbm.atomic_add(A, (i,), i)
+        hbm.atomic_add(B, (1,), 0.5)
+
+    A, B = (memory(backend, np.full(64, start, dtype)) for start in (1, 0))
+    arrays = [Counted(A), Counted(B)] if counted else [A, B]
+    run(add, *arrays, blocks=2)
+    neighbours, one = (x.copy_to_host() if backend.name == "gpu" else x for x in (A, B))
+    np.testing.assert_array_equal(neighbours, np.arange(64) + 1)
+    assert one[1] == 32 and one.sum() == 32
+    if counted:
+        assert tally(arrays[0], ATOMIC) == (64, 2, 64 * np.dtype(dtype).itemsize // 32)
+        assert tally(arrays[1], ATOMIC) == (64, 2, 2)
+        assert all(tally(x, op) == (0, 0, 0) for x in arrays for op in (LOAD, STORE))
 
 
 def test_phases(backend: Backend) -> None:
