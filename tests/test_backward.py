@@ -288,6 +288,24 @@ def test_nan_reaches_whom_the_formula_takes_it_to(
 
 @every_dtype
 @every_method
+@forall(3, st.integers(0, 2**32 - 1), st.sampled_from((1.0, 1.5, 3.0)))
+def test_heavy_tails(backend: Backend, method: str, dtype: str, seed: int, tail: float) -> None:
+    """Student's t: scores of thousands, where P is 0 or 1 and L has lost its last digits."""
+    rng = np.random.default_rng(seed)
+    d, options = (8 if simulator.ACTIVE else 48), {"causal": True}
+    dout, q, k, v = (
+        np.clip(rng.standard_t(tail, (2, n, d)), -1e3, 1e3).astype(DTYPES[dtype])
+        for n in (9, 9, 13, 13)
+    )
+    out, lse = reference.attention_same_precision(q, k, v, causal=True)
+    host = [dout, q, k, v, out, lse]
+    got = backend.backward(method, *host, tiling=TILING, **options)
+    with np.errstate(over="ignore"):
+        reference.assert_attention_backward(got, *host, name=method, causal=True)
+
+
+@every_dtype
+@every_method
 @forall(2, cases(empty=False))
 def test_the_order_of_threads(backend: Backend, method: str, dtype: str, case: Case) -> None:
     """A missing barrier shows: between barriers the last thread runs first."""

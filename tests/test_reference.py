@@ -16,8 +16,10 @@ from fa2_numba.reference import (
     InnerStep,
     RowTile,
     assert_attention,
+    assert_attention_backward,
     assert_close_to_reference,
     attention_backward,
+    attention_backward_same_precision,
     attention_reference,
     attention_same_precision,
     causal_mask,
@@ -851,6 +853,117 @@ def test_tolerance_rejects(dtype: Any, seed: int, n: int, d: int) -> None:
         wrong_out, wrong_lse = run(*qkv, mask=np.tri(n, n, off, dtype=bool))
         assert rejected(wrong_out, None, *qkv, causal=True)
         assert rejected(out, wrong_lse, *qkv, causal=True)
+
+
+# --- how far gradients may be off -----------------------------------------------------------------
+
+
+def one_by_one(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    """A B, the terms added from the first to the last in their own dtype."""
+    total = np.zeros((A.shape[0], B.shape[1]), A.dtype)
+    for n in range(A.shape[1]):
+        total += A[:, n, None] * B[n]
+    return total
+
+
+def sloppy_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, causal: bool, seed: int
+) -> tuple[np.ndarray, ...]:
+    """A backward kernel at its worst: sums term by term, log2(e) by hand, exp2 off by 2 ulp."""
+    rng = np.random.default_rng(seed)
+    t = np.float64 if q.dtype == np.float64 else np.float32
+    dO, Q, K, V, O = (x.astype(t) for x in (dout, q, k, v, out))
+    scale = t(q.shape[1] ** -0.5)
+    S = one_by_one(Q * scale, np.ascontiguousarray(K.T))
+    x = ((S - lse[:, None]) * t(math.log2(math.e))).astype(np.float64)
+    ulps = 2 * float(np.finfo(t).eps) * rng.uniform(-1, 1, x.shape)
+    visible = causal_mask(len(Q), len(K)) if causal else np.ones(S.shape, bool)
+    with np.errstate(all="ignore"):
+        P = np.where(visible, np.exp2(x) * (1 + ulps), 0).astype(t)
+    D = np.zeros(len(Q), t)
+    for c in range(Q.shape[1]):
+        D += dO[:, c] * O[:, c]
+    dS = P * (one_by_one(dO, np.ascontiguousarray(V.T)) - (D - dlse)[:, None])
+    dQ = scale * one_by_one(dS, K)
+    dK = one_by_one(np.ascontiguousarray(dS.T), Q * scale)
+    dV = one_by_one(np.ascontiguousarray(P.T), dO)
+    return tuple(x.astype(q.dtype) for x in (dQ, dK, dV))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.tuples(*[st.integers(1, 20)] * 3),
+    st.sampled_from([1e-3, 1.0, 4.0]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_tolerance_accepts_a_sloppy_backward_kernel(
+    dtype: Any, shape: Any, size: float, whole: bool, causal: bool, seed: int
+) -> None:
+    n_q, n_k, d = shape
+    q, k, v = (size * x for x in random_qkv(seed, (n_q, d), (n_k, d)))
+    dout, dlse = upstream(q, seed)
+    if whole:  # small integers: the NumPy run is exact by luck
+        q, k, v, dout = (np.rint(x) for x in (q, k, v, dout))
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    out, lse = attention_same_precision(q, k, v, causal=causal)
+    dlse = dlse.astype(lse.dtype)
+    got = sloppy_backward(dout, q, k, v, out, lse, dlse, causal, seed)
+    assert_attention_backward(got, dout, q, k, v, out, lse, name="sloppy", dlse=dlse, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(16, 48), d=st.sampled_from([8, 32]))
+def test_tolerance_rejects_wrong_gradients(dtype: Any, seed: int, n: int, d: int) -> None:
+    q, k, v = random_qkv(seed, (2, n, d), (2, n, d), dtype)
+    dout, dlse = upstream(q, seed)
+    out, lse = attention_same_precision(q, k, v, causal=True)
+    arrays = [dout.astype(dtype), q, k, v, out, lse]
+    run = attention_backward_same_precision
+
+    def rejected(got: Any) -> bool:
+        try:
+            assert_attention_backward(got, *arrays, name="wrong", dlse=dlse, causal=True)
+        except AssertionError:
+            return True
+        return False
+
+    right = run(*arrays, dlse=dlse, causal=True)
+    assert not rejected(right)
+    wrong = {
+        "no dlse": run(*arrays, causal=True),
+        "dlse of the other sign": run(*arrays, dlse=-dlse, causal=True),
+        "no D": run(*arrays[:4], 0 * out, lse, dlse=dlse, causal=True),
+        "scale": run(*arrays, dlse=dlse, causal=True, scale=1.05 * d**-0.5),
+        "diagonal": run(*arrays, dlse=dlse, mask=np.tri(n, n, -1, dtype=bool)),
+        "a key": run(*arrays, dlse=dlse, causal=True, mask=np.arange(n) != n // 2),
+        "a row": tuple(np.where((np.arange(n) == 1)[:, None], 0, x) for x in right),
+        "dq and dk": (right[1], right[0], right[2]),
+    }
+    for what, got in wrong.items():
+        assert rejected(got), what
+
+
+def test_the_same_precision_of_float64_is_the_definition() -> None:
+    qkv = random_qkv(31, (2, 4, 9, 5), (2, 2, 11, 5))
+    dout, dlse = upstream(qkv[0], 32)
+    options: dict[str, Any] = {"causal": True, "softcap": 2.0, "alibi_slopes": [0.4, 0.3, 0.2, 0.1]}
+    forward = attention_reference(*qkv, **options)
+    same = attention_backward_same_precision(dout, *qkv, *forward, dlse=dlse, **options)
+    for x, y in zip(same, attention_backward(dout, *qkv, dlse=dlse, **options), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+    for dtype in DTYPES:
+        assert run_dtypes(dtype) == {np.dtype(dtype)}
+
+
+def run_dtypes(dtype: Any) -> set[np.dtype]:
+    """Dtypes of the gradients of problems in `dtype`."""
+    qkv = random_qkv(33, (3, 4), (5, 4), dtype)
+    out, lse = attention_same_precision(*qkv)
+    return {x.dtype for x in attention_backward_same_precision(out, *qkv, out, lse)}
 
 
 def test_assert_close_says_what_differs() -> None:
