@@ -269,11 +269,11 @@ def test_what_nobody_sees_may_hold_anything(
 def test_nan_reaches_whom_the_formula_takes_it_to(
     backend: Backend, method: str, where: str
 ) -> None:
-    """Under a causal mask: NaN in row 3 or key 3, in tiles that are partly masked."""
+    """Under a causal mask: NaN in row 2 or key 2, in a tile that is partly masked."""
     host = host_arrays(Case(Kernel(d=5), N_q=8, N_k=8), "fp32", causal=True)
     clean = backend.backward(method, *host, causal=True, tiling=TILING)
     place = {"dout": 0, "q": 1, "k": 2, "v": 3}[where]
-    host[place][0, 0, 3, 2] = np.nan
+    host[place][0, 0, 2, 2] = np.nan
     options: dict[str, Any] = {"causal": True}
     host[4:] = reference.attention_same_precision(*host[1:4], **options)
     got = backend.backward(method, *host, tiling=TILING, **options)
@@ -284,6 +284,22 @@ def test_nan_reaches_whom_the_formula_takes_it_to(
         if where in ("q", "dout") and name == "dq":
             np.testing.assert_allclose(x[untouched], before[untouched], rtol=1e-5, atol=1e-6)
     assert any(np.isnan(x).any() for x in got)
+
+
+@every_method
+def test_a_row_whose_lse_is_minus_infinity_counts_for_nothing(
+    backend: Backend, method: str
+) -> None:
+    """Whatever the mask says: here it has none, and row 2 would see all keys."""
+    host = host_arrays(Case(Kernel(d=5), N_q=6, N_k=8), "fp32")
+    host[5][0, 0, 2] = -np.inf
+    dq, dk, dv = backend.backward(method, *host, tiling=TILING)
+    assert not dq[0, 0, 2].any()
+    others = [x[:, :, [0, 1, 3, 4, 5]] if n not in (2, 3) else x for n, x in enumerate(host)]
+    expected = reference.attention_backward(*others[:4])
+    np.testing.assert_allclose(dq[:, :, [0, 1, 3, 4, 5]], expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dk, expected[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dv, expected[2], rtol=1e-4, atol=1e-5)
 
 
 @every_dtype
