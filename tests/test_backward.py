@@ -65,6 +65,8 @@ def host_arrays(case: Case, dtype: str, **problem: Any) -> list[np.ndarray]:
 @example(Case(B=2, N_q=0), "contiguous", True)
 @example(Case(H_k=2, group=0), "contiguous", False)
 @example(Case(N_k=0), "contiguous", True)
+# three threads share five keys: the sixth is the next tile's
+@example(Case(Kernel(tiling=Tiling(6, 5, 3, 1)), N_k=12), "contiguous", False)
 @forall(8, cases(), DOUT_LAYOUTS, st.booleans())
 def test_equals_the_reference_and_the_model(
     backend: Backend, method: str, dtype: str, case: Case, layout: str, with_dlse: bool
