@@ -203,9 +203,10 @@ class Problem:
 
     @property
     def gradient_width(self) -> int:
-        """Elements per access of O, dQ, dQ_acc, dK and dV from the register tile."""
+        """Elements per access of dQ, dQ_acc, dK and dV, and fa1's of O, from the register tile."""
         C, _ = self.tiling.columns_of_O(self.d, self.dtype)
-        return self._width(C, "O", "dQ", "dQ_acc", "dK", "dV")
+        O = ("O",) if self.method == "fa1_backward" else ()
+        return self._width(C, *O, "dQ", "dQ_acc", "dK", "dV")
 
     @property
     def dq_row_width(self) -> int:

@@ -26,7 +26,7 @@ from fa2_numba import doctor, masking
 from fa2_numba.tiling import Tiling
 
 # The kernels to be profiled, by the beginning of their names; CuPy's own are not among them.
-OUR_KERNELS = "^(fa[0-9]|standard_|tile_map|split_keys|steps)"
+OUR_KERNELS = "^(fa[0-9]|standard_|backward_|tile_map|split_keys|steps)"
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 BLOCK = 96  # side of the blocks of the "boolean" mask: a tile of 64 lies in one or across two
 Reading = dict[str, Any]
