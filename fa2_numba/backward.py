@@ -279,8 +279,6 @@ class _Backward(_BackwardShape, api._Call):
         self.turn(deterministic, dlse is not None)
         Q, acc = self.like, "fp64" if acc_bytes(self.dtype) == 8 else "fp32"
         of_q, of_lse = (Q.layout.shape, self.dtype), (Q.layout.shape[:-1], acc)
-        empty = [Q.empty(self.views[n].layout.shape, self.dtype) for n in "qkv"]
-        self.gradients = empty[0], empty[1], empty[2]
         named = {"Q": self.views["q"], "K": self.views["k"], "V": self.views["v"]}
         for letter, name, array, expected in (
             ("dO", "dout", dout, of_q),
@@ -290,6 +288,8 @@ class _Backward(_BackwardShape, api._Call):
         ):
             if array is not None or letter != "dL":
                 named[letter] = self._operand(name, array, *expected)
+        dq, dk, dv = (view.empty(view.layout.shape, self.dtype) for view in self.views.values())
+        self.gradients = dq, dk, dv
         for letter, array in zip(("dQ", "dK", "dV"), self.gradients, strict=True):
             named[letter] = arrays.operand(letter, array)
         for letter, view in named.items():
