@@ -296,8 +296,8 @@ CANDIDATES = (
     Tiling(16, 8, 16, 8),
     Tiling(8, 8, 8, 4),
 )
-# A block of the backward pass holds twice the tiles. In the order of the multiply-adds that a shared
-# load feeds; speed has not been measured.
+# A block of the backward pass holds twice the tiles. In the order of the multiply-adds that a
+# shared load feeds; their speed has not been measured.
 CANDIDATES_BACKWARD = (
     Tiling(64, 64, 8, 16),
     Tiling(64, 64, 16, 16),
