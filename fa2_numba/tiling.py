@@ -309,7 +309,6 @@ CANDIDATES_BACKWARD = (
     Tiling(16, 8, 8, 8),
     Tiling(8, 8, 8, 8),
     Tiling(8, 4, 8, 4),
-    Tiling(8, 4, 8, 4),
 )
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from fa2_numba import problem, tiling
 from fa2_numba.tiling import (
+    BACKWARD_TILES,
     BANK_BYTES,
     CANDIDATES,
+    CANDIDATES_BACKWARD,
     DTYPE_BYTES,
     MAX_HEAD_DIM,
     REGISTERS_PER_SM,
@@ -91,6 +93,10 @@ def test_threads_share_tiles_without_gap_or_overlap(t: Tiling, d: int, dtype: st
     assert sorted(columns_of_O) == list(range(C * G * n_c))
     assert len(columns_of_O) >= d
     assert C * acc_bytes(dtype) <= 16
+    C_k, G_k = t.keys_of_dK(dtype)
+    keys = [C_k * (ty + g * n_r) + c for ty in range(n_r) for g in range(G_k) for c in range(C_k)]
+    assert sorted(keys) == list(range(C_k * G_k * n_r))
+    assert len(keys) >= t.B_c and C_k * acc_bytes(dtype) <= 16
     # no narrower O tile covers d
     assert len(columns_of_O) == min(
         c * n_c * math.ceil(d / (c * n_c)) for c in (1, 2, 4)[:C] + (C,)
@@ -122,6 +128,56 @@ def test_shared_layout(t: Tiling, d: int, dtype: str) -> None:
         for name, (rows, columns, _) in tiles.items():
             assert rows == needed[name][0]
             assert columns >= needed[name][1]
+
+
+@many
+@any_tiling
+def test_backward_layout(t: Tiling, d: int, dtype: str) -> None:
+    e = acc_bytes(dtype)
+    C, G = t.columns_of_O(d, dtype)
+    C_k, G_k = t.keys_of_dK(dtype)
+    rows, keys, scores = (t.B_r, C * G * t.n_c), (t.B_c, C * G * t.n_c), (t.B_r, C_k * G_k * t.n_r)
+    needed = {"Q": rows, "dO": rows, "K": keys, "V": keys, "P": scores, "dS": scores}
+    needed["L"] = (2, t.B_r)
+    for method, kernels in BACKWARD_TILES.items():
+        totals = []
+        for names in kernels:
+            tiles, total = t.backward_layout(d, dtype, names)
+            assert tuple(tiles) == names
+            end = 0
+            for name, (n_rows, columns, offset) in tiles.items():
+                assert offset % BANK_BYTES == 0 and offset >= end
+                assert columns * e % 16 == 0 or name == "L"
+                assert n_rows == needed[name][0] and columns >= needed[name][1]
+                assert name in ("P", "dS", "L") or columns >= -(-d // 4) * 4
+                end = offset + n_rows * columns * e
+            assert end <= total < end + BANK_BYTES
+            totals.append(total)
+        assert t.shared_bytes(d, dtype, method) == max(totals)
+
+
+@pytest.mark.parametrize("d", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("t", [t for t in CANDIDATES_BACKWARD if t.threads >= 32], ids=str)
+def test_no_bank_conflicts_backward(t: Tiling, d: int) -> None:
+    """fp32: reads across rows (Q, dO, K, V), reads along them (all), writes of P and dS."""
+    tiles, _ = t.backward_layout(d, "fp32", ("Q", "K", "dS"))
+    C, _ = t.columns_of_O(d, "fp32")
+    C_k, _ = t.keys_of_dK("fp32")
+    warp = [(tid // t.n_c, tid % t.n_c) for tid in range(32)]
+
+    def address(name: str, row: int, column: int) -> int:
+        _, columns, offset = tiles[name]
+        return offset + 4 * (row * columns + column)
+
+    for quarter in (warp[n : n + 8] for n in range(0, 32, 8)):
+        for starts, width in (
+            ([address("Q", ty, 0) for ty, _ in quarter], 4),
+            ([address("K", tx, 0) for _, tx in quarter], 4),
+            ([address("K", 1, C * tx) for _, tx in quarter], C),
+            ([address("dS", 1, C_k * ty) for ty, _ in quarter], C_k),
+        ):
+            assert conflicts([a + 4 * c for a in starts for c in range(width)]) == 1
+    assert conflicts([address("dS", ty, tx) for ty, tx in warp]) == 1
 
 
 def conflicts(addresses: list[int]) -> int:
