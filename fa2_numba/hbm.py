@@ -43,7 +43,9 @@ def jit(function: Callable, name: str | None = None, threads: int = 0) -> Any:
         function.__name__ = function.__qualname__ = name
     if simulator.ACTIVE:
         return cuda.jit(function)
-    bounds = {"launch_bounds": threads} if threads > 256 else {}
+    # With the number of blocks beside it, ptxas takes it for the registers at the start, which
+    # setmaxnreg needs; one block is what a kernel of more than 256 threads needs at least.
+    bounds = {"launch_bounds": (threads, 1)} if threads > 256 else {}
     return cuda.jit(function, extensions=[_PrepareArguments], **bounds)
 
 
