@@ -243,7 +243,7 @@ class Run:
             how = REGIMES[regime]
             times = take_turns(
                 [each.call for each in ready.values()],
-                [min(rounds, each.implementation.rounds) for each in ready.values()],
+                [min(rounds, each.implementation.rounds or rounds) for each in ready.values()],
                 how.milliseconds,
                 longest=how.longest,
                 hold=self.holds[regime],
@@ -263,7 +263,7 @@ class Run:
         try:
             ready = self.prepare(cell, names, rows)
             return list(self.timed(cell, ready, rounds, regimes)), ready
-        except RuntimeError as error:  # of torch or the driver: out of memory, a failed launch
+        except Exception as error:  # of any library: out of memory, a failed launch
             self.skip("all", cell, peers.reason(error))
             return [], ready
         finally:
@@ -459,7 +459,11 @@ def measured(run: Run) -> None:
     """The sections that were asked for, in an order that leaves the long ones last."""
     run.matrix_product()
     for section in run.options.sections:
-        getattr(run, section)()
+        try:
+            getattr(run, section)()
+        except Exception as error:  # what the others find is not lost
+            run.record["skipped"].append({"section": section, "reason": peers.reason(error)})
+            print(f"skipped: the rest of {section}: {peers.reason(error)}", flush=True)
         run.write()
 
 

@@ -35,8 +35,8 @@ class Implementation:
         What a call returns, as a tensor (B, H, N, d).
     within : callable
         Makes the context in which calls are made.
-    rounds : int
-        Turns of a cell at most; few for what is slow.
+    rounds : int, optional
+        Turns of a cell at most, for what is slow.
     sizes : tuple of int
         N to time it at by default; empty for all.
     """
@@ -45,7 +45,7 @@ class Implementation:
     make: Make
     output: Callable[[Any], "torch.Tensor"] = lambda out: out
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    rounds: int = 1000
+    rounds: int | None = None
     sizes: tuple[int, ...] = ()
 
     def call(

@@ -127,6 +127,21 @@ def test_the_crossover_has_its_own_sizes(run):
     assert forward.CROSSOVER_SIZES == (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+def test_a_section_that_breaks_does_not_end_the_run(run, monkeypatch):
+    def breaks():
+        raise RuntimeError("an illegal\n memory access")
+
+    monkeypatch.setattr(run, "matrix_product", lambda: None)
+    monkeypatch.setattr(run, "headline", breaks)
+    run.options.sections = ["headline", "crossover"]
+    forward.measured(run)
+    record = json.loads(run.target.read_text())
+    assert record["skipped"] == [
+        {"section": "headline", "reason": "RuntimeError: an illegal memory access"}
+    ]
+    assert len(record["crossover"]) == len(forward.CROSSOVER) * len(forward.CROSSOVER_SIZES)
+
+
 def test_the_older_methods_stand_beside_what_was_chosen(run):
     run.options.implementations = ["fa3", "fa2"]
     assert run.all_methods() == ["fa3", "fa2", "fa1", "standard"]
