@@ -19,15 +19,17 @@ from fa2_numba.problem import Layout
 pytestmark = pytest.mark.gpu
 
 every_method = pytest.mark.parametrize("method", api.METHODS)
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 SHAPES = [  # B, H, H_k, N_q, N_k, d
-    (1, 1, 1, 1, 1, 1),
-    (1, 4, 2, 70, 90, 40),
     (2, 4, 4, 128, 64, 64),
-    (1, 8, 1, 33, 257, 128),
-    (2, 2, 2, 65, 65, 256),
-    (1, 2, 2, 0, 5, 16),
-    (1, 2, 2, 5, 0, 16),
+    (1, 8, 1, 33, 257, 64),
+    (1, 2, 2, 0, 5, 64),
+    (1, 2, 2, 5, 0, 64),
+    (1, 1, 1, 1, 1, 40),
+    (1, 4, 2, 70, 90, 40),
+    (2, 2, 2, 65, 65, 128),
+]
+CASES = [(shape, "float32") for shape in SHAPES] + [
+    (shape, dtype) for dtype in ("float64", "float16", "bfloat16") for shape in SHAPES[:2]
 ]
 
 
@@ -115,24 +117,20 @@ def checked(*args: Any, **options: Any) -> tuple[bytes, ...]:
 
 
 @every_method
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_a_replay_gives_the_bits_of_the_checked_way(
-    library: Library, replayed: list[Any], method: str, dtype: str, shape: tuple[int, ...]
+    library: Library, replayed: list[Any], method: str, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Of other data at other addresses, for the first call's arrays too, kept alive beside them."""
-    options = {"method": method, "causal": shape[3] > 64}
+    """Of other data at other addresses, with the first call's arrays alive beside them."""
+    options = {"method": method, "causal": True}
     calls = [library.qkv(shape, dtype, seed) for seed in range(3)]
     want = [checked(*three, **options) for three in calls]
     results = [api.attention(*three, return_lse=True, **options) for three in calls]
     assert len(replayed) == 2
     assert [bits(result) for result in results] == want
-    if want[0] and shape[3] and shape[4]:
-        assert len(set(want)) == 3
-    out, lse = results[-1]
-    first_out, first_lse = results[0]
-    assert (type(out), out.dtype, out.shape) == (type(first_out), first_out.dtype, first_out.shape)
-    assert (type(lse), lse.dtype, lse.shape) == (type(first_lse), first_lse.dtype, first_lse.shape)
+    assert len(set(want)) == (3 if shape[3] and shape[4] else 1)
+    for again, first in zip(results[-1], results[0], strict=True):
+        assert (type(again), again.dtype, again.shape) == (type(first), first.dtype, first.shape)
 
 
 @every_method
@@ -167,8 +165,8 @@ def test_one_tensor_as_q_k_and_v(library: Library, replayed: list[Any], method: 
 @every_method
 def test_out_is_written_on_a_replay(library: Library, replayed: list[Any], method: str) -> None:
     for seed in range(3):
-        q, k, v = library.qkv((1, 2, 2, 65, 70, 32), "float16", seed)
-        out = library.normal(q.shape, "float16", 99)
+        q, k, v = library.qkv((1, 2, 2, 65, 70, 64), "float32", seed)
+        out = library.normal(q.shape, "float32", 99)
         want = checked(q, k, v, method=method)
         result = api.attention(q, k, v, method=method, out=out, return_lse=True)
         assert result[0] is out and bits(result) == want
@@ -231,7 +229,7 @@ def test_tensors_on_the_host_are_refused_on_a_replay(torch: Any) -> None:
 @every_method
 def test_streams(library: Library, replayed: list[Any], method: str) -> None:
     """A replay waits for what its stream computes, and is waited for by what follows there."""
-    shape = (1, 4, 4, 70, 70, 32)
+    shape = (1, 4, 4, 70, 70, 64)
     good = library.qkv(shape, "float32", 1)
     want = checked(*good, method=method)[0]
     late = [library.qkv(shape, "float32", seed) for seed in (2, 3)]
@@ -239,8 +237,9 @@ def test_streams(library: Library, replayed: list[Any], method: str) -> None:
     delay(0)  # compiled
     library.synchronize()
     consumed = []
-    for three in late:
-        with library.stream() as stream:
+    streams = [library.stream() for _ in late]
+    for three, stream in zip(late, streams, strict=True):
+        with stream:
             handle = _handle(library, stream)
             delay(arrays.numba_stream(handle))
             for into, values in zip(three, good, strict=True):
@@ -435,6 +434,7 @@ def test_maps_are_made_while_a_stream_is_captured(
         "relaxed": runtime.streamCaptureModeRelaxed,
     }
     memory = cp.zeros(1 << 16, cp.uint8)
+    memory += 1  # compiled
     start = memory.data.ptr
     before = store.find(start, BOXES, 0)
     stream = cp.cuda.Stream(non_blocking=not blocking)
@@ -443,9 +443,10 @@ def test_maps_are_made_while_a_stream_is_captured(
         found = [store.find(start + 256 * n, BOXES, stream.ptr) for n in range(6)]
         memory += 1
         graph = stream.end_capture()
+    cp.cuda.Device().synchronize()
     graph.launch(stream)
     stream.synchronize()
-    assert int(memory[0]) == 1  # the capture was not invalidated
+    assert int(memory[0]) == 2  # the capture was not invalidated
     assert found[0] is before and store.slabs == 2
     places = [made.address for made in found]
     del found, before
