@@ -138,7 +138,7 @@ class Operands:
         return self._operand(name, self.arrays[name], phases)
 
     def boxes(self, name: str, box: tuple[int, ...], *phases: str) -> Any:
-        """Array `name` as the hardware copies it: the address of its tensor map, a uint64.
+        """Array `name` as the hardware copies it: its tensor map's address, or `CountedBoxes`.
 
         Parameters
         ----------
@@ -154,16 +154,16 @@ class Operands:
         ValueError
             The hardware cannot copy this array, or this box.
         NotImplementedError
-            Where accesses are counted, and under the simulator.
+            Under the simulator.
         """
-        if self.counted:
-            raise NotImplementedError(f"{name}: boxes of a counted array")
         array = self.arrays[name]
         layout = Layout(
             tuple(array.shape), tuple(array.strides), array.dtype.itemsize, _pointer(array)
         )
         made = tensor_map(name, layout, box, self.problem.dtype, int(self.stream))
-        argument = np.uint64(made.address)
+        argument: Any = np.uint64(made.address)
+        if self.counted:
+            argument = hbm.CountedBoxes(self._operand(name, array, phases), made.address)
         self.maps.append((argument, name, made))
         return argument
 
@@ -405,6 +405,26 @@ def gpu_available() -> bool:
     from numba import cuda
 
     return bool(cuda.is_available())
+
+
+@functools.cache
+def processors(device: int | None) -> int:
+    """SMs of this device."""
+    from numba import cuda
+
+    with on_device(device):
+        return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+@functools.cache
+def compute_capability(device: int | None) -> tuple[int, int]:
+    """Of this device; (0, 0) where there is none."""
+    if simulator.ACTIVE or not gpu_available():
+        return 0, 0
+    from numba import cuda
+
+    with on_device(device):
+        return tuple(cuda.get_current_device().compute_capability)
 
 
 @functools.cache

@@ -170,7 +170,7 @@ class Plan:
         if any([address % ALLOCATION_ALIGNMENT for address in more]):
             return None
         stream = library.stream(device)
-        if True:
+        if int(self._current()[1]) == self._context:
             self._enqueue(addresses + more, stream)
         else:
             with on_device(device):

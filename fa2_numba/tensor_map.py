@@ -89,7 +89,7 @@ def tensor_map(
     NotImplementedError
         Under the simulator.
     """
-    _check(name, layout, box, dtype)
+    check(name, layout, box, dtype)
     if simulator.ACTIVE:
         raise NotImplementedError("tensor_map: needs a GPU with sm_90")
     from numba import cuda
@@ -109,7 +109,9 @@ def find(address: int, boxes: Boxes, stream: int) -> TensorMap:
     return store.find(address, boxes, stream)
 
 
-def _check(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> None:
+def check(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> None:
+    """Raise `ValueError`, naming the array, where the hardware cannot copy it, or this box."""
+
     def refuse(what: str, got: Any, accepted: str) -> None:
         raise ValueError(f"{name}: got {what} {got}, accepted: {accepted}")
 

@@ -1,9 +1,9 @@
-"""What a warpgroup does with scores and output in its accumulators: mask, softmax, store.
+"""What a warpgroup does with the scores and the output in its accumulators.
 
 The accumulators of 64 x n are n / 2 registers of each thread (`ptx.hopper`): of row
 ``16 * warp + lane // 4`` (r = 0) and of the row 8 below (r = 1), the columns ``8 * c + 2 * q + e``,
 where q is ``lane % 4`` and e 0 or 1, are in register ``4 * c + 2 * r + e``. So a row is in the four
-lanes of a quad.
+lanes of a quad. Loops over registers have a constant number of turns and unroll.
 """
 
 import math
@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda
 
 from fa2_numba import hbm
+from fa2_numba.formats import Format
 from fa2_numba.hbm import device
 from fa2_numba.masking import tile_functions
 from fa2_numba.ptx import (
@@ -26,17 +27,17 @@ from fa2_numba.ptx import (
 )
 from fa2_numba.tile import u32
 
-WARPGROUP = 128  # threads
+THREADS = 128
 ROWS = 64  # of a warpgroup's accumulators
+LANES = 32
 PACK = {"bf16": cvt_rn_bf16x2_f32, "fp16": cvt_rn_f16x2_f32}
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32("-inf")
-SLACK = np.float32(8)  # powers of two by which P~ may exceed 1
 
 
 @device
 def first_row(thread):
     """Row of r = 0 among its warpgroup's 64."""
-    lane, warp = u32(thread) % u32(32), u32(thread) // u32(32) % u32(4)
+    lane, warp = u32(thread) % u32(LANES), u32(thread) // u32(LANES) % u32(4)
     return u32(16) * warp + lane // u32(4)
 
 
@@ -81,88 +82,89 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
     return change_scores, mask_scores
 
 
-def online_softmax(
-    n: int, dtype: str, lazy: bool = True, maxima_first: bool = False
-) -> tuple[Any, Any, Any]:
-    """The online-softmax step on the 64 x n scores, in three parts that keep each pipe busy.
+def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
+    """The online-softmax step on 64 x n scores, in two parts between which O may be rescaled.
 
-    Scores times c are in powers of two. m, l, alpha, shift: of both rows; l is this lane's share.
-    A maximum is kept while it is exceeded by no more than 2^8: P~ is then at most 2^8, l and O stay
-    as they are, and the result is the same, as both are relative to m.
+    ``S * c`` are powers of 2. m, l, alpha, shift are those of rows r = 0 and 1; l is this lane's
+    share of the row sum.
+
+    Parameters
+    ----------
+    n : int
+        Columns.
+    dtype : str
+        What P~ is rounded to.
+    maxima_first : bool
+        Whether row 1's maximum is found before the exponentials of row 0, or among them: that
+        takes more registers and less time.
 
     Returns
     -------
-    begin : device function ``(S, m, l, alpha, shift, c) -> changed``
-        Both maxima, and P~ of row 0. Row 1's maximum is found while the exponentials of row 0 are
-        under way; so the compiler must not find it before.
-    finish : device function ``(S, P, l, shift, c)``
-        P~ of row 1, and both rounded to 16 bits: an A of n k.
+    begin_softmax : device function ``(S, m, l, alpha, shift, c) -> changed``
+        Both new maxima m, l and the factor alpha of O; whether one of them is not 1. P~ of row 0.
+    finish_softmax : device function ``(S, P, l, shift, c)``
+        P~ of row 1, and both rows rounded to 16 bits: an A of n k.
     """
     pack = PACK[dtype]
 
     @device
     def settle(x, m, l, alpha, shift, c, r):
-        """The row's new m from the maximum of its lane's scores; whether it changed."""
+        """m, l and alpha of row r from the maximum of this lane's new scores."""
         x = max_f32(x, shfl_bfly(x, 1))
         x = max_f32(x, shfl_bfly(x, 2))
-        if lazy:
-            exceeds = (x - m[r]) * c > SLACK
-        else:
-            exceeds = x > m[r]
-        new = x if exceeds else m[r]
-        shift[r] = ZERO if new == NEG_INF else new * c
-        alpha[r] = ex2_approx_ftz_f32(m[r] * c - shift[r]) if exceeds else ONE
+        changed = x > m[r]
+        new = x if changed else m[r]
+        shift[r] = ZERO if new == NEG_INF else new * c  # a row without keys: P~ is 0 and not NaN
+        alpha[r] = ex2_approx_ftz_f32(m[r] * c - shift[r]) if changed else ONE
         m[r] = new
         l[r] *= alpha[r]
-        return exceeds
+        return changed
 
     @device
-    def begin(S, m, l, alpha, shift, c):
-        x = max_f32(S[0], S[1])
-        y = max_f32(S[4], S[5])
-        for k in range(2, n // 8, 2):
-            x = max_f32(x, max_f32(S[4 * k], S[4 * k + 1]))
-            if 4 * k + 4 < n // 2:
-                y = max_f32(y, max_f32(S[4 * k + 4], S[4 * k + 5]))
+    def begin_softmax(S, m, l, alpha, shift, c):
+        # Two maxima and two sums of each row: the units have the next before the last is ready.
+        x, y = max_f32(S[0], S[1]), max_f32(S[4], S[5])
+        for k in range(2, n // 8):
+            if k % 2:
+                y = max_f32(y, max_f32(S[4 * k], S[4 * k + 1]))
+            else:
+                x = max_f32(x, max_f32(S[4 * k], S[4 * k + 1]))
         if maxima_first:
-            u = max_f32(S[2], S[3])
-            v = max_f32(S[6], S[7])
-            for k in range(2, n // 8, 2):
-                u = max_f32(u, max_f32(S[4 * k + 2], S[4 * k + 3]))
-                if 4 * k + 4 < n // 2:
-                    v = max_f32(v, max_f32(S[4 * k + 6], S[4 * k + 7]))
-            changed = settle(max_f32(x, y), m, l, alpha, shift, c, 0)
-            changed = settle(max_f32(u, v), m, l, alpha, shift, c, 1) or changed
+            z, w = max_f32(S[2], S[3]), max_f32(S[6], S[7])
+            for k in range(2, n // 8):
+                if k % 2:
+                    w = max_f32(w, max_f32(S[4 * k + 2], S[4 * k + 3]))
+                else:
+                    z = max_f32(z, max_f32(S[4 * k + 2], S[4 * k + 3]))
         else:
-            changed = settle(max_f32(x, y), m, l, alpha, shift, c, 0)
-        x = NEG_INF
-        y = x
+            z, w = NEG_INF, NEG_INF
+        changed = settle(max_f32(x, y), m, l, alpha, shift, c, 0)
+        if maxima_first:
+            changed = settle(max_f32(z, w), m, l, alpha, shift, c, 1) or changed
         sum_0, sum_1 = ZERO, ZERO
         for k in range(n // 8):
             p = ex2_approx_ftz_f32(S[4 * k] * c - shift[0])
             if not maxima_first:
                 if k % 2:
-                    x = max_f32(x, max_f32(S[4 * k + 2], S[4 * k + 3]))
+                    w = max_f32(w, max_f32(S[4 * k + 2], S[4 * k + 3]))
                 else:
-                    y = max_f32(y, max_f32(S[4 * k + 2], S[4 * k + 3]))
+                    z = max_f32(z, max_f32(S[4 * k + 2], S[4 * k + 3]))
             q = ex2_approx_ftz_f32(S[4 * k + 1] * c - shift[0])
-            S[4 * k] = p
-            S[4 * k + 1] = q
+            S[4 * k], S[4 * k + 1] = p, q
             sum_0 += p
             sum_1 += q
         l[0] += sum_0 + sum_1
         if not maxima_first:
-            changed = settle(max_f32(x, y), m, l, alpha, shift, c, 1) or changed
+            changed = settle(max_f32(z, w), m, l, alpha, shift, c, 1) or changed
         return changed
 
     @device
-    def finish(S, P, l, shift, c):
+    def finish_softmax(S, P, l, shift, c):
         sum_0, sum_1 = ZERO, ZERO
         for k in range(n // 8):
             p = ex2_approx_ftz_f32(S[4 * k + 2] * c - shift[1])
             q = ex2_approx_ftz_f32(S[4 * k + 3] * c - shift[1])
-            S[4 * k + 2] = p
-            S[4 * k + 3] = q
+            S[4 * k + 2], S[4 * k + 3] = p, q
             sum_0 += p
             sum_1 += q
         l[1] += sum_0 + sum_1
@@ -170,15 +172,15 @@ def online_softmax(
             P[2 * k] = pack(S[4 * k + 1], S[4 * k])
             P[2 * k + 1] = pack(S[4 * k + 3], S[4 * k + 2])
 
-    return begin, finish
+    return begin_softmax, finish_softmax
 
 
-def rescaler(d: int) -> Any:
-    """``rescale(acc, alpha)``: both rows of O times their alpha."""
+def rescaler(n: int) -> Any:
+    """``rescale(acc, alpha)``: both rows of a 64 x n O times their alpha."""
 
     @device
     def rescale(acc, alpha):
-        for c in range(d // 8):
+        for c in range(n // 8):
             acc[4 * c] *= alpha[0]
             acc[4 * c + 1] *= alpha[0]
             acc[4 * c + 2] *= alpha[1]
@@ -187,78 +189,129 @@ def rescaler(d: int) -> Any:
     return rescale
 
 
-def packer(n: int, dtype: str) -> Any:
-    """``pack(S, P)``: the accumulators, rounded to 16 bits, two in a register: an A of n k."""
-    pack = PACK[dtype]
-
-    @device
-    def pack_scores(S, P):
-        for c in range(n // 8):
-            P[2 * c] = pack(S[4 * c + 1], S[4 * c])
-            P[2 * c + 1] = pack(S[4 * c + 3], S[4 * c + 2])
-
-    return pack_scores
-
-
 @device
-def _swap(x, y, mine, lanes):
-    """Exchange x of a lane without the bit with y of ... so that both hold two of one kind."""
-    other = np.uint32(shfl_bfly(np.int32(x if mine else y), lanes))
-    if mine:
+def _exchange(x, y, has_bit, lanes):
+    """Lanes without the bit keep x and get the other's x; lanes with it keep y and get its y."""
+    other = u32(shfl_bfly(np.int32(x if has_bit else y), lanes))
+    if has_bit:
         return other, y
     return x, other
 
 
-def output_writer(d: int, padded: int, dtype: str, width: int) -> Any:
+def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
     """``write(O, L, acc, m, l, scale, b, h, row, N_q)``: normalise, round and store two rows.
 
-    A quad transposes 4 x 4 registers (two exchanges of each), so that each lane has 8 neighbouring
-    columns: it stores 16 bytes, and the quad 64 without a gap.
+    A quad transposes 4 x 4 registers of two columns each, in two exchanges, so that a lane has 8
+    neighbouring columns. It stores them in pieces of `width`.
     """
     pack = PACK[dtype]
     store = hbm.vector_store(width)
-    halves = 8
+    chunks = n // 8  # of 8 columns
+
+    @device
+    def rounded(acc, inverse, chunk, r):
+        if chunk < chunks:
+            return pack(acc[4 * chunk + 2 * r + 1] * inverse, acc[4 * chunk + 2 * r] * inverse)
+        return u32(0)
 
     @device
     def write(O, L, acc, m, l, scale, b, h, row, N_q):
         q = u32(cuda.laneid) % u32(4)
         odd, high = (q & u32(1)) != u32(0), (q & u32(2)) != u32(0)
-        out = cuda.local.array(halves, np.uint16)
+        out = cuda.local.array(8, np.uint16)
         for r in range(2):
             total = l[r] + shfl_bfly(l[r], 1)
             total = total + shfl_bfly(total, 2)
-            inverse = rcp_approx_ftz_f32(total) if total != ZERO else ZERO
-            there = row + 8 * r < N_q
-            for g in range(0, padded // 8, 4):
-                a = pack(acc[4 * g + 2 * r + 1] * inverse, acc[4 * g + 2 * r] * inverse)
-                w = a
-                y = a
-                z = a
-                if g + 1 < padded // 8:
-                    w = pack(acc[4 * g + 5 + 2 * r] * inverse, acc[4 * g + 4 + 2 * r] * inverse)
-                if g + 2 < padded // 8:
-                    y = pack(acc[4 * g + 9 + 2 * r] * inverse, acc[4 * g + 8 + 2 * r] * inverse)
-                if g + 3 < padded // 8:
-                    z = pack(acc[4 * g + 13 + 2 * r] * inverse, acc[4 * g + 12 + 2 * r] * inverse)
-                a, w = _swap(a, w, odd, 1)
-                y, z = _swap(y, z, odd, 1)
-                a, y = _swap(a, y, high, 2)
-                w, z = _swap(w, z, high, 2)
+            inverse = rcp_approx_ftz_f32(total) if total != ZERO else ZERO  # no keys: O = 0
+            exists = row + 8 * r < N_q
+            for g in range(0, chunks, 4):
+                x_0, x_1 = rounded(acc, inverse, g, r), rounded(acc, inverse, g + 1, r)
+                x_2, x_3 = rounded(acc, inverse, g + 2, r), rounded(acc, inverse, g + 3, r)
+                x_0, x_1 = _exchange(x_0, x_1, odd, 1)
+                x_2, x_3 = _exchange(x_2, x_3, odd, 1)
+                x_0, x_2 = _exchange(x_0, x_2, high, 2)
+                x_1, x_3 = _exchange(x_1, x_3, high, 2)
+                out[0], out[1] = x_0, x_0 >> u32(16)
+                out[2], out[3] = x_1, x_1 >> u32(16)
+                out[4], out[5] = x_2, x_2 >> u32(16)
+                out[6], out[7] = x_3, x_3 >> u32(16)
                 column = 8 * (np.int64(g) + np.int64(q))
-                out[0] = a
-                out[1] = a >> u32(16)
-                out[2] = w
-                out[3] = w >> u32(16)
-                out[4] = y
-                out[5] = y >> u32(16)
-                out[6] = z
-                out[7] = z >> u32(16)
-                if there:
+                if exists:
                     for at in range(0, 8, width):
                         if column + at < d:
                             store(O, (b, h, row + 8 * r, column + at), out, at)
-            if there and q == u32(0):
+            if exists and q == u32(0):
                 log_l = np.float32(math.log(total))
                 L[b, h, row + 8 * r] = m[r] * scale + log_l if total != ZERO else NEG_INF
 
     return write
+
+
+def zero_times(n: int) -> Any:
+    """``trace(acc) -> 0``, or NaN if one of this thread's accumulators of 64 x n is NaN or inf."""
+
+    @device
+    def trace(acc):
+        x, y = ZERO, ZERO
+        for k in range(0, n // 2, 2):
+            x += acc[k] * ZERO
+            y += acc[k + 1] * ZERO
+        return x + y
+
+    return trace
+
+
+def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
+    """``recompute(Q, K, V, O, scale, mask_args, state, b, h, h_k, first, N_q, N_k)``.
+
+    A warp computes those of rows `first` to ``first + 15`` of O again that are not finite, key by
+    key: a key that a row does not see is not touched, whatever V holds there. (In P V it counts as
+    0 times that, which is NaN if that is NaN or infinite.)
+    """
+    _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
+    _, changed = change.functions(device, np.float32)
+    to_acc, from_acc, exp = fmt.to_acc, fmt.from_acc, fmt.exp
+    own = -(-d // LANES)  # columns of a lane: lane, lane + 32, ...
+
+    @device
+    def score(Q, K, scale, state, b, h, h_k, row, i, j):
+        lane = np.int64(cuda.laneid)
+        s = ZERO
+        for k in range(own):
+            column = lane + LANES * k
+            if column < d:
+                s += to_acc(Q[b, h, row, column]) * to_acc(K[b, h_k, j, column])
+        for bit in range(5):
+            s += shfl_bfly(s, 1 << bit)
+        return changed(state, i, j, s * scale)
+
+    @device
+    def recompute(Q, K, V, O, scale, mask_args, state, b, h, h_k, first, N_q, N_k):
+        lane = np.int64(cuda.laneid)
+        for row in range(first, min(first + 16, N_q)):
+            x = ZERO
+            for k in range(own):
+                if lane + LANES * k < d:
+                    x += to_acc(O[b, h, row, lane + LANES * k]) * ZERO
+            if cuda.any_sync(0xFFFFFFFF, x != ZERO):
+                i, lo, hi = row_bounds(mask_args, b, h, row, N_q, N_k)
+                m, l = NEG_INF, ZERO
+                for j in range(lo, hi):
+                    if visible(mask_args, b, h, i, j):
+                        m = max_f32(m, score(Q, K, scale, state, b, h, h_k, row, i, j))
+                acc = cuda.local.array(own, np.float32)
+                for k in range(own):
+                    acc[k] = ZERO
+                for j in range(lo, hi):
+                    if visible(mask_args, b, h, i, j):
+                        p = exp(score(Q, K, scale, state, b, h, h_k, row, i, j) - m)
+                        l += p
+                        for k in range(own):
+                            if lane + LANES * k < d:
+                                acc[k] += p * to_acc(V[b, h_k, j, lane + LANES * k])
+                for k in range(own):
+                    if lane + LANES * k < d:
+                        o = acc[k] / l if l != ZERO else ZERO
+                        O[b, h, row, lane + LANES * k] = from_acc(o)
+
+    return recompute
