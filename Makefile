@@ -48,8 +48,9 @@ test: $(DEV) ## all tests that need no GPU
 test-gpu: $(GPU) ## the tests on a GPU, recorded as JSON (ARGS="...")
 	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.test_gpu $(ARGS)
 
-bench: $(GPU) ## time the readable kernels on a GPU, recorded as JSON (ARGS="...")
-	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.readable $(ARGS)
+bench: $(GPU) ## time the readable kernels, then the tensor-core ones (ARGS="..."), recorded as JSON
+	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.readable
+	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.forward $(ARGS)
 
 figures: $(BASE) ## the README's tables and figures, from the recorded JSON
 	$(PY) -m benchmarks.figures $(ARGS)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.environment import environment, results_folder
-from benchmarks.gpu_time import compile_ahead, random_call, take_turns
+from benchmarks.gpu_time import compile_ahead, random_call
 from fa2_numba import masking
 from fa2_numba.accounting import cycles
+from fa2_numba.accounting.bench import take_turns
 from fa2_numba.kernels import fa2, split_keys, steps
 from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem

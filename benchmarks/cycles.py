@@ -21,8 +21,9 @@ import cupy
 import numpy as np
 
 from benchmarks.environment import environment, nvidia_smi, results_folder
-from benchmarks.gpu_time import compile_ahead, random_call, take_turns
+from benchmarks.gpu_time import compile_ahead, random_call
 from fa2_numba.accounting import cycles
+from fa2_numba.accounting.bench import take_turns
 from fa2_numba.accounting.cycles import Cost
 from fa2_numba.clock import Timeline
 from fa2_numba.problem import METHODS

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("fa2-numba", "numba", "numba-cuda", "numpy", "cupy-cuda13x", "torch", "hypothesis")
+PACKAGES = ("fa2-numba", "numba", "numba-cuda", "numpy", "cupy-cuda13x", "torch", "triton")
+PACKAGES += ("flash-attn-4", "nvidia-cutlass-dsl", "hypothesis")
 
 
 def nvidia_smi(*fields: str) -> list[str]:

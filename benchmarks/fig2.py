@@ -16,6 +16,7 @@ from typing import Any
 import fa2_numba
 from benchmarks.environment import environment, nvidia_smi, results_folder, write_record
 from fa2_numba.accounting import levels
+from fa2_numba.accounting.bench import take_turns
 from fa2_numba.io_model import predict, total
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
@@ -42,8 +43,6 @@ def problems(blocks: list[int]) -> list[Problem]:
 
 def timed(found: list[Problem], rounds: int) -> list[list[float]]:
     """Milliseconds of each problem, on the same random normal data."""
-    from benchmarks.gpu_time import take_turns  # needs CuPy
-
     q, k, v = levels.case_of(found[0]).arrays()
 
     def call(p: Problem) -> Callable[[], Any]:
@@ -82,7 +81,7 @@ def row(p: Problem, times: list[float], SMs: int, l2_bytes: int) -> dict[str, An
 
 def main() -> None:
     """Time, read the counters, print a table, write the JSON."""
-    from benchmarks.gpu_time import compile_ahead
+    from benchmarks.gpu_time import compile_ahead  # needs CuPy
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", default=",".join(map(str, TILINGS)), help="(default: all)")

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.figures`` rewrites the README's tables (between ``<!-- name -->`` and
 ``<!-- /name -->``) from ``benchmarks/results/<gpu>/*.json``, copies the report's figures to
-``docs/figures`` and draws those of ``levels.json`` and ``fig2.json`` there. ``--check`` only says
-whether the README is up to date (exit code 1 if not).
+``docs/figures`` and draws those of ``levels.json``, ``fig2.json`` and ``forward.json`` there.
+``--check`` only says whether the README is up to date (exit code 1 if not).
 """
 
 import argparse
@@ -11,11 +11,13 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import speed
 from benchmarks.environment import RESULTS
+from benchmarks.markdown import provenance, table
 from benchmarks.report import stamp
 from fa2_numba.accounting.plots import draw_recorded, save, size
 
@@ -30,16 +32,6 @@ def load(folder: Path, name: str) -> Any:
     """A recorded result, or None where this GPU has none."""
     path = folder / name
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def provenance(record: dict[str, Any]) -> str:
-    """One line: where and when a record was made."""
-    versions = record["versions"]
-    shown = ", ".join(f"{p} {versions[p]}" for p in ("numba-cuda", "torch") if p in versions)
-    return (
-        f"{record['gpu']}, driver {record['driver']}, {shown}, commit {record['commit']}, "
-        f"{record['date']}"
-    )
 
 
 def speed_table(record: dict[str, Any]) -> str:
@@ -130,12 +122,6 @@ def tests_line(record: dict[str, Any]) -> str:
         f"{record['examples']:,} hypothesis examples, in "
         f"{record['seconds']:.0f} s. {provenance(record)}."
     )
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], below: str) -> str:
-    """A Markdown table, and the paragraph below it."""
-    head, *lines = (f"| {' | '.join(map(str, line))} |" for line in (header, *rows))
-    return "\n".join([head, "|---" * len(header) + "|", *lines, "", below])
 
 
 def verify_table(record: dict[str, Any]) -> str:
@@ -300,6 +286,8 @@ GENERATED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "phases": ("phases.json", phases_table),
     "ablation": ("ablation.json", ablation_table),
     "cycles": ("cycles.json", cycles_table),
+    "forward": ("forward.json", speed.forward_part),
+    "long_context": ("long_context.json", speed.long_context_part),
 }
 
 
@@ -338,7 +326,8 @@ def main() -> None:
     for figure in sorted((folder / "report" / "figures").glob("*.svg")):
         shutil.copy(figure, FIGURES / figure.name)
     rows = load(folder, "report/traffic.json") or []
-    for drawing in draw_recorded(load(folder, "levels.json"), load(folder, "fig2.json"), rows):
+    drawings = draw_recorded(load(folder, "levels.json"), load(folder, "fig2.json"), rows)
+    for drawing in [*drawings, *speed.draw(load(folder, "forward.json"))]:
         _, png = save(drawing, FIGURES)
         png.unlink()  # the docs show the SVG
 

@@ -26,7 +26,7 @@ except ImportError:
 
 import fa2_numba
 from benchmarks.environment import environment, nvidia_smi, results_folder
-from benchmarks.gpu_time import take_turns
+from fa2_numba.accounting.bench import Cell, take_turns
 from fa2_numba.launch import shared_limit
 from fa2_numba.tiling import choose
 
@@ -78,25 +78,10 @@ def rows(sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
             torch.randn(batch, heads, n, d, device="cuda", generator=generator) for _ in range(3)
         )
         calls = implementations(q, k, v, causal)
-        teraflop = 4 * n * n * d * heads * batch * (0.5 if causal else 1.0) / 1e12
+        cell = Cell(batch, heads, n, d, causal, "fp32")
         turns = take_turns(list(calls.values()), rounds, BURST_MILLISECONDS)
         for name, times in zip(calls, turns, strict=True):
-            speeds = [teraflop / (ms / 1e3) for ms in times]
-            yield {
-                "implementation": name,
-                "direction": "forward",
-                "dtype": "fp32",
-                "batch": batch,
-                "heads": heads,
-                "n": n,
-                "d": d,
-                "causal": causal,
-                "tflops": round(statistics.median(speeds), 2),
-                "tflops_min": round(min(speeds), 2),
-                "tflops_max": round(max(speeds), 2),
-                "milliseconds": round(statistics.median(times), 4),
-                "rounds": rounds,
-            }
+            yield cell.row(name, times)
         del q, k, v, calls
         torch.cuda.empty_cache()
 

@@ -7,26 +7,41 @@ is bottom-right aligned, windows include both ends, a row that sees no key gives
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fa2_numba import arrays, io_model, masking, simulator
+from fa2_numba import arrays, io_model, masking, plan, simulator, tensor_map
 from fa2_numba.clock import Timeline
-from fa2_numba.kernels import fa1, fa2, standard, tile_map
-from fa2_numba.launch import Operands, gpu_available, on_device, shared_limit
+from fa2_numba.kernels import fa1, fa2, fa3, standard, tile_map
+from fa2_numba.launch import (
+    Operands,
+    compute_capability,
+    gpu_available,
+    on_device,
+    shared_limit,
+)
 from fa2_numba.problem import Layout, Problem, acc_type
-from fa2_numba.tiling import DTYPE_BYTES, MAX_HEAD_DIM, Tiling, acc_bytes, choose
+from fa2_numba.tiling import (
+    DTYPE_BYTES,
+    HOPPER_SHARED_BYTES,
+    MAX_HEAD_DIM,
+    Tiling,
+    acc_bytes,
+    ceil_div,
+    choose,
+    choose_hopper,
+)
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 METHODS: dict[str, Callable[[Problem, Operands], None]] = {
     "standard": standard.launch,
     "fa1": fa1.launch,
     "fa2": fa2.launch,
+    "fa3": fa3.launch,
 }
-AUTO = "fa2"
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SIMULATED_TILING = Tiling(16, 16, 4, 8)  # one warp a block: the simulator runs it fastest
@@ -126,7 +141,10 @@ def attention(
     scale : float, optional
         Default ``1 / sqrt(d)``.
     method : str
-        "standard", "fa1", "fa2", or "auto", which is "fa2".
+        "standard", "fa1", "fa2", "fa3", or "auto": "fa3" where it can do the call, else "fa2".
+        "fa3" takes fp16 and bf16 on GPUs of compute capability 9.0; arrays whose address and
+        strides are multiples of 16 bytes, the last axis contiguous; masks and score changes
+        without arrays of their own (no boolean array, no documents, no ALiBi).
     tiling : Tiling, optional
         Default: `tiling.choose` for this device; under the simulator a small fixed one.
     return_lse : bool
@@ -146,10 +164,18 @@ def attention(
     TypeError, ValueError
         Before any launch; the message names the argument, what was given and what is accepted.
     """
-    call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
-    call.change(causal, window, mask, softcap, alibi_slopes, score)
-    call.run()
-    return (call.out, call.lse) if return_lse else call.out
+    given = (q, k, v) if out is None else (q, k, v, out)
+    key = done = None
+    if mask is None and alibi_slopes is None and score is None:
+        key, done = plan.replay(given, (causal, window, softcap, scale, method, tiling))
+    if done is None:
+        call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
+        call.change(causal, window, mask, softcap, alibi_slopes, score)
+        ran = call.run()
+        done = call.out, call.lse
+        if key is not None:
+            plan.record(key, given, *done, ran)
+    return done if return_lse else done[0]
 
 
 def measure(
@@ -298,6 +324,7 @@ class _Shape:
     """Sizes, method and tiling of a call, checked."""
 
     heads_argument = "heads_kv"  # the argument that gives the key/value heads
+    methods = tuple(METHODS)  # that may be asked for, besides "auto"
 
     def __init__(
         self,
@@ -316,10 +343,10 @@ class _Shape:
             )
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype: got {dtype!r}, accepted: {', '.join(DTYPE_BYTES)}")
-        if method != "auto" and method not in METHODS:
-            raise ValueError(f"method: got {method!r}, accepted: auto, {', '.join(METHODS)}")
+        if method != "auto" and method not in self.methods:
+            raise ValueError(f"method: got {method!r}, accepted: auto, {', '.join(self.methods)}")
         self.ndim, self.dtype = len(sizes), dtype
-        self.method = AUTO if method == "auto" else method
+        self.method = method
         self.B, self.H, self.N_q, self.d = (*(1,) * (4 - self.ndim), *sizes)
         self.H_k = self.H if heads_kv is None else _size("heads_kv", heads_kv)
         self.N_k = self.N_q if n_k is None else _size("n_k", n_k)
@@ -366,7 +393,47 @@ class _Shape:
                 raise TypeError(f"score: got {type(score).__qualname__}, accepted: masking.Score")
             self.score = self.score.then(score)
         self.score = dataclasses.replace(self.score, args=self._checked(self.score.args))
+        if self.method == "auto":
+            self.method = "fa2" if self._fa3_error() else "fa3"
+        elif self.method == "fa3":
+            error = self._fa3_error()
+            if error:
+                raise error
         self.tiling = self._tiling()
+
+    def _fa3_error(self) -> Exception | None:
+        """Why fa3 cannot do this call; None if it can."""
+        place = self.device is not None or gpu_available()
+        if simulator.ACTIVE or (place and compute_capability(self.device) != (9, 0)):
+            return ValueError(
+                "method: got fa3, accepted on this GPU (or the simulator): auto, standard, fa1, "
+                "fa2; fa3 needs compute capability 9.0"
+            )
+        if not self.N_k:
+            return NotImplementedError("k: no keys with method=fa3")
+        if self.dtype not in tensor_map.DTYPES:
+            return TypeError(f"q: got dtype {self.dtype} with method=fa3, accepted: fp16, bf16")
+        if self.given_tiling is not None:
+            try:
+                self.given_tiling.check(self.d, self.dtype, "fa3", HOPPER_SHARED_BYTES)
+            except ValueError as error:
+                return error
+        for name, args in (("mask", self.mask.args), ("score", self.score.args)):
+            for arg in _flat(args):
+                if isinstance(arg, masking.Table | masking.BooleanArray):
+                    what = "alibi_slopes" if isinstance(arg, masking.SlopeTable) else name
+                    return NotImplementedError(
+                        f"{what}: arrays of masks and scores with method=fa3"
+                    )
+        if self.B * self.H * ceil_div(self.N_q, 64) >= 2**31 or self.N_k >= 2**31 - 256:
+            return ValueError("q: got 2**31 row tiles or keys with method=fa3, accepted: fewer")
+        for name in "QKV":
+            if name in self.layouts and 0 not in self.layouts[name].shape:
+                try:
+                    tensor_map.check(name.lower(), self.layouts[name], (1, 1, 64, 64), self.dtype)
+                except ValueError as error:
+                    return error
+        return None
 
     def _tiling(self) -> Tiling:
         """The tiling given, if it fits; else the one for this device and problem."""
@@ -375,6 +442,8 @@ class _Shape:
         if not simulator.ACTIVE and self.device is None and not gpu_available():
             if self.given_tiling is not None:
                 return self.given_tiling
+            if self.method == "fa3":
+                return choose_hopper(self.d, self.N_q, self.mask.rule is not masking.none().rule)
             raise ValueError(
                 "tiling: no GPU here to choose one for, accepted: a Tiling (or run under "
                 "NUMBA_ENABLE_CUDASIM=1)"
@@ -383,6 +452,9 @@ class _Shape:
         if self.given_tiling is not None:
             self.given_tiling.check(self.d, self.dtype, self.method, limit)
             return self.given_tiling
+        if self.method == "fa3":
+            interval = self.mask.rule is not masking.none().rule
+            return choose_hopper(self.d, self.N_q, interval)
         plain = self.score.change is masking.UNCHANGED and not self.mask.rule.elementwise
         return choose(self.d, self.dtype, self.method, limit, plain)
 
@@ -660,6 +732,14 @@ def _to_device(values: np.ndarray, operands: Operands) -> Any:
     from numba import cuda
 
     return cuda.to_device(values, stream=operands.stream)
+
+
+def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from _flat(arg)
+        else:
+            yield arg
 
 
 def _causal(causal: bool | str) -> masking.Mask:

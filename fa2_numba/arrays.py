@@ -311,15 +311,16 @@ def overlaps_itself(layout: Layout) -> bool:
     return False
 
 
+def span(x: Layout) -> tuple[int, int]:
+    """The first byte of an array, and the one behind its last."""
+    if 0 in x.shape:
+        return x.address, x.address
+    reach = [(size - 1) * step for size, step in zip(x.shape, x.strides, strict=True)]
+    low = x.address + sum(r for r in reach if r < 0)
+    return low, x.address + sum(r for r in reach if r > 0) + x.itemsize
+
+
 def overlap(a: Layout, b: Layout) -> bool:
     """Whether the memory ranges that two arrays span have a byte in common."""
-
-    def span(x: Layout) -> tuple[int, int]:
-        if 0 in x.shape:
-            return x.address, x.address
-        reach = [(size - 1) * step for size, step in zip(x.shape, x.strides, strict=True)]
-        low = x.address + sum(r for r in reach if r < 0)
-        return low, x.address + sum(r for r in reach if r > 0) + x.itemsize
-
     (a_low, a_high), (b_low, b_high) = span(a), span(b)
     return a_low < b_high and b_low < a_high

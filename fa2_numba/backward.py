@@ -235,12 +235,15 @@ def predict_backward(
 class _BackwardShape(api._Shape):
     """Sizes, method and tiling of a backward call, checked."""
 
+    methods = ("standard", "fa1", "fa2")
+
     def turn(self, deterministic: bool, dlse: bool) -> None:
-        """Make the forward method's name that of its backward pass."""
+        """Make the name that was given that of a backward method."""
         if not isinstance(deterministic, bool):
             raise TypeError(f"deterministic: got {deterministic!r}, accepted: True, False")
-        second_pass = deterministic and self.method == "fa2"
-        self.method += "_backward_deterministic" if second_pass else "_backward"
+        name = "fa2" if self.method == "auto" else self.method
+        second_pass = deterministic and name == "fa2"
+        self.method = f"{name}_backward_deterministic" if second_pass else f"{name}_backward"
         self.dlse = dlse
 
     def change(self, *how: Any) -> None:

@@ -1,4 +1,4 @@
-"""``fa2-numba report | check | io | verify | trace | example | doctor``.
+"""``fa2-numba report | check | io | verify | trace | bench | example | doctor``.
 
 Nothing that imports Numba is imported before a command needs it: `doctor` must work where Numba
 does not, and without a GPU the simulator has to be switched on first.
@@ -184,6 +184,24 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "--svg", metavar="FILE", type=Path, help="figure to write: some SMs of the longest kernel"
     )
+
+    bench = command("bench", run_bench, "time the methods on one shape, beside torch if it is here")
+    for flag, text, default in (
+        ("--n", "rows and keys (default: 4096)", 4096),
+        ("--d", "head dimension (default: 128)", 128),
+        ("--heads", "query heads (default: 16)", 16),
+        ("--batch", "batch size (default: 1)", 1),
+        ("--rounds", "turns of each (default: 5)", 5),
+    ):
+        bench.add_argument(flag, type=int, default=default, metavar="INT", help=text)
+    bench.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME",
+        help="may be given several times (default: every method)",
+    )
+    bench.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), default="bf16")
+    bench.add_argument("--causal", action="store_true", help="key j is visible to rows i >= j")
 
     command("example", run_example, "a small example, every inner step shown")
     command("doctor", run_doctor, "what this machine has, and what to do next")
@@ -562,6 +580,37 @@ def _write_timelines(
             plots.save_svg(trace.gantt(longest), svg)
     except OSError as error:
         raise Refusal(f"{error.filename}: cannot be written: {error.strerror}") from error
+
+
+# bench --------------------------------------------------------------------------------------------
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Time every method that this GPU runs on one shape, side by side."""
+    out, errors = _consoles()
+    given = arguments
+    from fa2_numba import doctor
+
+    if not doctor.gpu_usable():
+        raise Refusal("no GPU can be used, and only a GPU can be timed; fa2-numba doctor says why")
+    _choose_backend(errors)
+
+    from fa2_numba.accounting import bench
+    from fa2_numba.accounting.hardware import HardwareError
+
+    cell = bench.Cell(given.batch, given.heads, given.n, given.d, given.causal, given.dtype)
+    with _refusals():
+        try:
+            rows, refused = bench.compare(cell, given.method, given.rounds)
+        except HardwareError as error:
+            raise Refusal(str(error)) from error
+    for reason in refused:
+        errors.print(f"not timed: {reason}", soft_wrap=True)
+    if given.json:
+        _print_json(rows)
+    else:
+        out.print(str(cell), bench.table(rows), sep="\n", soft_wrap=True)
+    return OK if rows else WRONG
 
 
 # example ------------------------------------------------------------------------------------------

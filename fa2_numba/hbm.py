@@ -10,7 +10,8 @@ adds to a tally:
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
 A kernel may do five things with a global array, besides asking its shape: read it, write it,
-`vector_load`, `vector_store`, `atomic_add`.
+`vector_load`, `vector_store`, `atomic_add`, and have boxes of it copied to shared memory
+(`box_loader`).
 Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
 
 `phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fa2_numba import simulator
+from fa2_numba import ptx, simulator
 
 LOAD, STORE, ATOMIC, OPS = range(4)
 ELEMENTS, DISTINCT, REQUESTS, SECTORS, KINDS = range(5)
@@ -43,7 +44,9 @@ def jit(function: Callable, name: str | None = None, threads: int = 0) -> Any:
         function.__name__ = function.__qualname__ = name
     if simulator.ACTIVE:
         return cuda.jit(function)
-    bounds = {"launch_bounds": threads} if threads > 256 else {}
+    # With the number of blocks beside it, ptxas takes it for the registers at the start, which
+    # setmaxnreg needs; one block is what a kernel of more than 256 threads needs at least.
+    bounds = {"launch_bounds": (threads, 1)} if threads > 256 else {}
     return cuda.jit(function, extensions=[_PrepareArguments], **bounds)
 
 
@@ -150,6 +153,30 @@ class Counted:
         return _CountedType(typeof(self.data), typeof(self.tally))
 
 
+class CountedBoxes:
+    """The boxes of a global array, each of whose copies is counted.
+
+    Parameters
+    ----------
+    counted : Counted
+        The array, in whose tally copies count.
+    address : int
+        Of its tensor map.
+
+    Notes
+    -----
+    The copy of a box is one request; elements are those of the box that exist, sectors those that
+    they lie in, each row by itself.
+    """
+
+    def __init__(self, counted: Counted, address: int):
+        self.counted, self.address = counted, address
+
+    @property
+    def _numba_type_(self) -> Any:
+        return _CountedBoxesType(self.counted._numba_type_)
+
+
 if simulator.ACTIVE:
 
     def phase(A: Any, row: int) -> Any:
@@ -213,6 +240,22 @@ else:
     for _member in ("data", "tally", "row"):
         make_attribute_wrapper(_CountedType, _member, _member)
 
+    class _CountedBoxesType(types.Type):
+        """The type of `CountedBoxes`."""
+
+        def __init__(self, counted: Any):
+            self.counted = counted
+            super().__init__(name=f"CountedBoxes({counted})")
+
+    @register_model(_CountedBoxesType)
+    class _CountedBoxesModel(models.StructModel):
+        def __init__(self, manager, boxes):
+            members = [("counted", boxes.counted), ("address", types.uint64)]
+            super().__init__(manager, boxes, members)
+
+    for _member in ("counted", "address"):
+        make_attribute_wrapper(_CountedBoxesType, _member, _member)
+
     class _PrepareArguments:
         """Dispatcher extension: how arguments that Numba does not know travel to the GPU.
 
@@ -225,6 +268,11 @@ else:
             if isinstance(ty, _CountedType):
                 parts = types.Tuple((ty.array, ty.tally, types.int64))
                 return parts, (val.data, val.tally, val.row)
+            if isinstance(ty, _CountedBoxesType):
+                of = ty.counted
+                parts = types.Tuple((of.array, of.tally, types.int64, types.uint64))
+                A = val.counted
+                return parts, (A.data, A.tally, A.row, np.uint64(val.address))
             if isinstance(ty, types.NoneType):
                 return types.CPointer(types.uint8), 0
             return ty, val
@@ -433,3 +481,72 @@ def vector_load(width: int) -> Any:
 def vector_store(width: int) -> Any:
     """A device function ``store(A, index, values, at)``: ``A[index + c] = values[at + c]``."""
     return _vector_access(width, STORE)
+
+
+def box_loader(boxes: int, rows: int, columns: int) -> Any:
+    """A device function ``load(A, at, full, row, head, batch)``: copies boxes to shared memory.
+
+    `boxes` boxes of `rows` x `columns` elements beside each other, from row `row` and the first
+    column on, to address `at` and behind it; their bytes arrive at the barrier `full`. One thread
+    asks; the hardware copies, and writes 0 for what is outside of A.
+
+    `A` is the address of a tensor map or a `CountedBoxes`.
+    """
+    copy = ptx.cp_async_bulk_tensor_4d_load
+    size = rows * columns * 2  # bytes of a box: 16-bit elements
+
+    def load(A, at, full, row, head, batch):
+        raise NotImplementedError("called in kernels only")
+
+    if simulator.ACTIVE:
+        return load
+
+    @overload(load, target="cuda")
+    def _load(A, at, full, row, head, batch):
+        if isinstance(A, _CountedBoxesType):
+
+            def counted(A, at, full, row, head, batch):
+                C = A.counted
+                b, h, n = np.int64(batch), np.int64(head), np.int64(row)
+                there = min(np.int64(rows), C.data.shape[2] - n)
+                for box in range(boxes):
+                    first = np.int64(box * columns)
+                    wide = min(np.int64(columns), C.data.shape[3] - first)
+                    sectors = np.int64(0)
+                    for r in range(there):
+                        start = _address(C.data, (b, h, n + r, first))
+                        last = _address(C.data, (b, h, n + r, first + wide - 1)) + 1
+                        sectors += (last >> 5) - (start >> 5) + 1
+                    elements = max(there, 0) * wide
+                    cuda.atomic.add(C.tally, (C.row, LOAD, ELEMENTS), elements)
+                    cuda.atomic.add(C.tally, (C.row, LOAD, DISTINCT), elements)
+                    cuda.atomic.add(C.tally, (C.row, LOAD, REQUESTS), 1)
+                    cuda.atomic.add(C.tally, (C.row, LOAD, SECTORS), sectors)
+                    place = np.uint32(at + np.uint32(box * size))
+                    copy(place, A.address, box * columns, row, head, batch, full)
+
+            return counted
+
+        def plain(A, at, full, row, head, batch):
+            for box in range(boxes):
+                place = np.uint32(at + np.uint32(box * size))
+                copy(place, A, box * columns, row, head, batch, full)
+
+        return plain
+
+    return load
+
+
+def use_boxes(A: Any) -> None:
+    """Before a thread's first copy of boxes of `A`: its tensor map is read from memory anew."""
+    raise NotImplementedError("called in kernels only")
+
+
+if not simulator.ACTIVE:
+
+    @overload(use_boxes, target="cuda")
+    def _use_boxes(A):
+        fence = ptx.fence_proxy_tensormap
+        if isinstance(A, _CountedBoxesType):
+            return lambda A: fence(A.address)
+        return lambda A: fence(A)

@@ -9,9 +9,9 @@ because a phase repeats one access pattern on many tiles:
   of a sector at which it starts;
 * `sweep` counts the visits that start at each of the 32 bytes, and multiplies.
 
-`_fa2`, `_fa1`, `_standard` and those of the backward pass then read as lists of their phases. Which
-tiles are visited is asked of the mask's own functions (`masking.tile_functions`), called on the
-host.
+`_fa3`, `_fa2`, `_fa1`, `_standard` and those of the backward pass read as lists of their phases.
+Which tiles are visited is asked of the mask's own functions (`masking.tile_functions`), called on
+the host.
 
 `closed_form` has the element counts as the papers' formulas; `theta`, `theorem_2`, `lower_bound`
 and `compulsory` have their bounds. `dram` goes one level down and is a model, with a domain.
@@ -31,11 +31,19 @@ from numpy.typing import NDArray
 from fa2_numba import masking
 from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
 from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
-from fa2_numba.tiling import DTYPE_BYTES, Tiling, acc_bytes, ceil_div, vector_width
+from fa2_numba.tiling import (
+    DTYPE_BYTES,
+    WARPGROUP_ROWS,
+    Tiling,
+    acc_bytes,
+    ceil_div,
+    vector_width,
+)
 from fa2_numba.traffic import Traffic
 
 WARP = 32  # lanes
 SECTOR = 32  # bytes
+BOX_COLUMNS = 64  # of a box that the hardware copies
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -74,7 +82,8 @@ def predict(problem: Problem) -> list[Traffic]:
         }
         backward[problem.method](moves, mask)
     elif problem.B * problem.H * problem.N_q:
-        {"standard": _standard, "fa1": _fa1, "fa2": _fa2}[problem.method](moves, mask)
+        methods = {"standard": _standard, "fa1": _fa1, "fa2": _fa2, "fa3": _fa3}
+        methods[problem.method](moves, mask)
     return moves.rows()
 
 
@@ -102,6 +111,21 @@ def _fa2(moves: "_Moves", mask: "_Mask") -> None:
     _finish_scores(moves, mask, visits)
     tiles("O", "epilogue", "store", O_i)
     tiles("L", "epilogue", "store", Pattern.registers(t))
+
+
+def _fa3(moves: "_Moves", mask: "_Mask") -> None:
+    """As fa2, but Q, K and V in boxes, and every tile in range is visited, at least one a row tile.
+
+    Nothing for rows that are computed again because V is not finite: that depends on the data.
+    """
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    visits = mask.in_range()
+
+    tiles("Q", "load Q_i", "load", Boxes.of(t.B_r, p.d, t.B_r // WARPGROUP_ROWS))
+    tiles("K", "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), visits)
+    tiles("V", "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), visits)
+    tiles("O", "epilogue", "store", Pattern.accumulators(t, p.d, p.fa3_store_width))
+    tiles("L", "epilogue", "store", Pattern.accumulators(t, 1, 1))
 
 
 def _fa1(moves: "_Moves", mask: "_Mask") -> None:
@@ -443,6 +467,22 @@ class Pattern:
         shape = (t.B_c, C * groups * t.n_c)
         return cls(_warps(row, t.threads), _warps(column, t.threads), shape, width)
 
+    @classmethod
+    def accumulators(cls, tiling: Tiling, d: int, width: int) -> "Pattern":
+        """fa3's stores of O: lane l of a quad has the 8 columns from 8 * (4 * g + l) on.
+
+        Of its two rows, the first is ``lane // 4`` of the 16 of its warp. On a matrix of one column
+        (L) that is lane 0 of each quad.
+        """
+        threads = tiling.threads
+        groups = range(0, ceil_div(d, 16) * 2, 4)
+        loops = range(2), groups, range(0, 8, width), range(threads)
+        r, g, at, tid = np.meshgrid(*loops, indexing="ij")
+        row = tid // WARP * 16 + tid % WARP // 4 + 8 * r
+        column = 8 * (g + tid % 4) + at
+        shape = (tiling.B_r, 8 * (max(groups) + 4))
+        return cls(_warps(row, threads), _warps(column, threads), shape, width)
+
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
@@ -459,6 +499,29 @@ class Pattern:
             visits * int(active.any(axis=-1).sum()),
             sum(n * _sectors(offset + byte, active) for byte, n in enumerate(starts) if n),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes(Pattern):
+    """Copies of boxes of 64 columns: a request each; each row of a box has sectors of its own."""
+
+    boxes: int = 1
+
+    @classmethod
+    def of(cls, rows: int, d: int, pieces: int = 1) -> "Boxes":
+        """A tile of `rows` x d, its rows in so many pieces."""
+        across = ceil_div(d, BOX_COLUMNS)
+        axes = range(across), range(rows), range(BOX_COLUMNS)
+        box, row, column = (x.reshape(-1, BOX_COLUMNS) for x in np.meshgrid(*axes, indexing="ij"))
+        shape = (rows, across * BOX_COLUMNS)
+        return cls(row, box * BOX_COLUMNS + column, shape, boxes=across * pieces)
+
+    def counts(
+        self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
+    ) -> Counts:
+        """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
+        elements, _, sectors = super().counts(strides, rows, columns, starts)
+        return elements, sum(starts) * self.boxes, sectors
 
 
 def _warps(place: Ints, threads: int) -> Ints:
@@ -661,6 +724,21 @@ class _Mask:
         masked_tiles = {(b, h): tiles for b in range(self.batches) for h in range(self.heads)}
         return Visits(_each(T_c), _each(T_r), _each(T_c), _each(0), masked_tiles)
 
+    def in_range(self) -> Ints:
+        """How often each key tile is visited, (B, H, T_c), by fa3: (B, H) as in `Visits`.
+
+        By all row tiles in whose range it is; tile 0 also by those that have none.
+        """
+        p, differ = self.problem, (self.batches, self.heads)
+        T_r, T_c = p.tiling.T_r(p.N_q), p.tiling.T_c(p.N_k)
+        per_column = np.zeros((*differ, T_c), np.int64)
+        for b, h in np.ndindex(differ):
+            ranges = [self.tile_range(self.args, b, h, i, p.N_q, p.N_k)[:2] for i in range(T_r)]
+            begin, end = np.array([r if r[0] < r[1] else (0, 1) for r in ranges], np.int64).T
+            entered, left = (np.bincount(j, minlength=T_c + 1)[:T_c] for j in (begin, end))
+            per_column[b, h] = np.cumsum(entered - left)
+        return per_column
+
     def visits(self) -> Visits:
         """The tiles in the range of their row tile that are not EMPTY: fa1 and fa2."""
         p, B_c, differ = self.problem, self.problem.tiling.B_c, (self.batches, self.heads)
@@ -834,6 +912,8 @@ def closed_form(problem: Problem) -> dict[str, int]:
       ``4 N_q N_k``; here it is loaded twice, ``5 N_q N_k``. The paper counts Q, K and V once; the
       tiled products load ``N_q d T_c + 2 N_k d T_r`` of them.
 
+    fa3 as fa2; but a row tile that sees no key loads one tile of them.
+
     Backward, K, V, dK and dV count once for each key head, and N_q d T_c are the rows streamed past
     the key tiles:
 
@@ -868,7 +948,7 @@ def closed_form(problem: Problem) -> dict[str, int]:
     rows = sum(rows * tiles for rows, tiles in visits)  # streamed past the key tiles
     if p.method in METHODS_BACKWARD:
         return _closed_form_backward(p, keys, rows)
-    if p.method == "fa2":
+    if p.method in ("fa2", "fa3"):
         moved = {"Q load": N_q * d, "K load": keys * d, "V load": keys * d}
         moved |= {"O store": N_q * d, "L store": N_q}
     elif p.method == "fa1":
@@ -924,12 +1004,15 @@ def row_tiles(problem: Problem) -> list[tuple[int, int]]:
     p, t = problem, problem.tiling
     if p.mask.rule not in _UNIFORM[:3]:
         raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
-    full = p.mask.rule is masking._NONE or p.method in ("standard", "standard_backward")
+    fa3 = p.method == "fa3"  # it visits all tiles in range, and at least one
+    standard = p.method in ("standard", "standard_backward")
+    rule = p.mask.rule
+    full = rule is masking._NONE or standard or (fa3 and rule is not masking._CAUSAL)
     tiles = []
     for first in range(0, p.N_q, t.B_r):
         end = min(first + t.B_r, p.N_q)
         seen = p.N_k if full else max(0, end + p.N_k - p.N_q)
-        tiles.append((end - first, ceil_div(seen, t.B_c)))
+        tiles.append((end - first, max(ceil_div(seen, t.B_c), fa3)))
     return tiles
 
 

@@ -10,14 +10,15 @@ import functools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fa2_numba import cache, hbm, simulator, smem
 from fa2_numba.clock import PhaseClock, Timeline
 from fa2_numba.masking import BooleanArray, Table
-from fa2_numba.problem import Problem, acc_type
+from fa2_numba.problem import Layout, Problem, acc_type
+from fa2_numba.tensor_map import TensorMap, tensor_map
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 MAX_BLOCKS = 2**31 - 1  # of one launch, in x
@@ -57,6 +58,17 @@ class Launch:
     code_bytes: int
 
 
+class Launched(NamedTuple):
+    """A launch as it was made: `compiled` is Numba's kernel, None under the simulator."""
+
+    kernel: str
+    compiled: Any
+    blocks: int
+    threads: int
+    shared_bytes: int
+    args: tuple[Any, ...]
+
+
 class Operands:
     """The operands of one attention call, plain or counted.
 
@@ -82,6 +94,15 @@ class Operands:
         How many marks of each warp are kept for a timeline, where timed.
     device : int, optional
         The GPU of the arrays; default: the current one.
+
+    Attributes
+    ----------
+    launched : list of Launched
+        The launches so far, in order.
+    workspaces : dict
+        Name to owner of what `workspace` allocated.
+    maps : list of (argument, name, TensorMap)
+        What `boxes` returned, for which array.
     """
 
     def __init__(
@@ -109,16 +130,49 @@ class Operands:
         self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
         self._shared: list[tuple[str, Sequence[str], smem.SharedTally]] = []
         self._clocks: list[PhaseClock] = []
-        self._launched: list[tuple[str, Any, int, int, int]] = []
+        self.launched: list[Launched] = []
+        self.workspaces: dict[str, Any] = {}
+        self.maps: list[tuple[Any, str, TensorMap]] = []
 
     def array(self, name: str, *phases: str) -> Any:
         """Operand `name`; its accesses belong to `phases`, by the row that `hbm.phase` names."""
         return self._operand(name, self.arrays[name], phases)
 
+    def boxes(self, name: str, box: tuple[int, ...], *phases: str) -> Any:
+        """Array `name` as the hardware copies it: its tensor map's address, or `CountedBoxes`.
+
+        Parameters
+        ----------
+        name : str
+            Q, K, V or O, in fp16 or bf16.
+        box : tuple of int
+            Elements of a box along each of the four axes.
+        phases : str
+            To which the copies belong.
+
+        Raises
+        ------
+        ValueError
+            The hardware cannot copy this array, or this box.
+        NotImplementedError
+            Under the simulator.
+        """
+        array = self.arrays[name]
+        layout = Layout(
+            tuple(array.shape), tuple(array.strides), array.dtype.itemsize, _pointer(array)
+        )
+        made = tensor_map(name, layout, box, self.problem.dtype, int(self.stream))
+        argument: Any = np.uint64(made.address)
+        if self.counted:
+            argument = hbm.CountedBoxes(self._operand(name, array, phases), made.address)
+        self.maps.append((argument, name, made))
+        return argument
+
     def workspace(self, name: str) -> None:
         """Allocate the workspace array `name` of the problem (S, P, l, m, O_acc, D, ...)."""
         shape = self.problem.layout(name).shape
         self.arrays[name] = self.allocate(shape, acc_type(self.problem.dtype))
+        self.workspaces[name] = self._owners[-1]
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A device array that lives as long as this call."""
@@ -218,7 +272,9 @@ class Operands:
                 f"{self.problem.method}: {blocks} blocks exceed the {MAX_BLOCKS} of one launch"
             )
         compiled = launch(kernel, blocks, threads, self.stream, shared_bytes, *args)
-        self._launched.append((kernel.__name__, compiled, blocks, threads, shared_bytes))
+        self.launched.append(
+            Launched(kernel.__name__, compiled, blocks, threads, shared_bytes, args)
+        )
 
     @property
     def launches(self) -> list[Launch]:
@@ -226,7 +282,7 @@ class Operands:
         with on_device(self.device):
             return [
                 Launch(name, blocks, threads, size, *_resources(compiled, threads, size))
-                for name, compiled, blocks, threads, size in self._launched
+                for name, compiled, blocks, threads, size, _ in self.launched
             ]
 
     def rows(self) -> list[Traffic]:
@@ -326,6 +382,8 @@ def _broadcast(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _pointer(array: Any) -> int:
+    if simulator.ACTIVE:
+        return int(array.__array_interface__["data"][0])
     return int(array.__cuda_array_interface__["data"][0])
 
 
@@ -348,6 +406,26 @@ def gpu_available() -> bool:
     from numba import cuda
 
     return bool(cuda.is_available())
+
+
+@functools.cache
+def processors(device: int | None) -> int:
+    """SMs of this device."""
+    from numba import cuda
+
+    with on_device(device):
+        return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+@functools.cache
+def compute_capability(device: int | None) -> tuple[int, int]:
+    """Of this device; (0, 0) where there is none."""
+    if simulator.ACTIVE or not gpu_available():
+        return 0, 0
+    from numba import cuda
+
+    with on_device(device):
+        return tuple(cuda.get_current_device().compute_capability)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 from fa2_numba.masking import Mask, Score, none, unchanged
 from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
 
-METHODS = ("standard", "fa1", "fa2")
+METHODS = ("standard", "fa1", "fa2", "fa3")
 METHODS_BACKWARD = (
     "standard_backward",
     "fa1_backward",
@@ -164,6 +164,12 @@ class Problem:
         """Elements per store of O from the register tile."""
         C, _ = self.tiling.columns_of_O(self.d, self.dtype)
         return C if self.layout("O").vectorises(C) else 1
+
+    @property
+    def fa3_store_width(self) -> int:
+        """Elements per store of O by fa3, 16 bytes, or 1 where O is not aligned."""
+        width = vector_width(self.dtype)
+        return width if self.layout("O").vectorises(width) else 1
 
     @property
     def o_acc_name(self) -> str:

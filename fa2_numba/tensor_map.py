@@ -3,11 +3,22 @@
 A map is 128 bytes in global memory; a kernel gets their address (`ptx.cp_async_bulk_tensor_2d_load`
 and its like). Numba cannot pass 128 bytes by value, as CUDA C++ does: so a block's first use of a
 map follows `ptx.fence_proxy_tensormap`.
+
+A map is made of numbers alone, so equal calls share one. Its memory is written anew only when no
+kernel can read it any more:
+
+* whoever launches with a map holds its `TensorMap` until the launch is enqueued;
+* memory that nobody holds waits until the device has been idle once;
+* a map that is asked for while its stream is captured is held for ever, for the graph may be.
 """
 
-import functools
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fa2_numba import simulator
 from fa2_numba.problem import Layout
@@ -17,28 +28,46 @@ ITEMSIZE = 2
 BOX_COLUMNS = 64  # one row of the 128-byte swizzle
 LARGEST_BOX = 256  # elements along the other axes
 ALIGNMENT = 16  # bytes, of the array and of its strides
-KEPT = 256  # maps, 128 bytes each
+MAP_BYTES = 128
+SLAB_MAPS = 4096  # allocated together, 512 KiB
+LEGACY_STREAM = 1  # CU_STREAM_LEGACY: the default stream, by a name of its own
 
 
-@dataclass(frozen=True, eq=False)
+class Boxes(NamedTuple):
+    """What a map says besides the address; `strides` are those of all axes but the last."""
+
+    device: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    dtype: str
+
+
 class TensorMap:
-    """A tensor map on the current device.
+    """A tensor map in a device's memory.
 
     Attributes
     ----------
     address : int
-        What kernels take. It is good as long as this object is.
+        What kernels take. It is good for what is launched while this object is held.
+    boxes : Boxes
+        What the map says of its array.
     """
 
-    address: int
-    _owner: Any
+    def __init__(self, address: int, boxes: Boxes, retired: list[int]):
+        self.address, self.boxes = address, boxes
+        self._retired = retired
+
+    def __del__(self) -> None:
+        self._retired.append(self.address)
 
 
-def tensor_map(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> TensorMap:
-    """The map of an array that is copied in boxes with the 128-byte swizzle.
+def tensor_map(
+    name: str, layout: Layout, box: tuple[int, ...], dtype: str, stream: int = 0
+) -> TensorMap:
+    """The map of an array on the current device that is copied in boxes, with 128-byte swizzle.
 
-    Elements of a box outside of the array are read as 0 and not written. Equal calls share a map;
-    the 256 latest are kept.
+    Elements of a box outside of the array are read as 0 and not written.
 
     Parameters
     ----------
@@ -50,6 +79,8 @@ def tensor_map(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> T
     box : tuple of int
         Elements along each axis: 64 along the last, up to 256 along the others.
     dtype : {"bf16", "fp16"}
+    stream : int
+        Handle of the stream of the kernels that will read the map.
 
     Raises
     ------
@@ -58,16 +89,29 @@ def tensor_map(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> T
     NotImplementedError
         Under the simulator.
     """
-    _check(name, layout, box, dtype)
+    check(name, layout, box, dtype)
     if simulator.ACTIVE:
         raise NotImplementedError("tensor_map: needs a GPU with sm_90")
     from numba import cuda
 
     device = cuda.get_current_device().id
-    return _map(device, layout.address, layout.shape, _strides(layout), tuple(box), dtype)
+    return find(
+        layout.address, Boxes(device, layout.shape, _strides(layout), tuple(box), dtype), stream
+    )
 
 
-def _check(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> None:
+def find(address: int, boxes: Boxes, stream: int) -> TensorMap:
+    """The map of an array at `address`, whose device is current; `tensor_map` has checked it."""
+    store = _stores.get(boxes.device)
+    if store is None:
+        with _first:
+            store = _stores.get(boxes.device) or _stores.setdefault(boxes.device, Store(Device()))
+    return store.find(address, boxes, stream)
+
+
+def check(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> None:
+    """Raise `ValueError`, naming the array, where the hardware cannot copy it, or this box."""
+
     def refuse(what: str, got: Any, accepted: str) -> None:
         raise ValueError(f"{name}: got {what} {got}, accepted: {accepted}")
 
@@ -97,24 +141,133 @@ def _strides(layout: Layout) -> tuple[int, ...]:
     return tuple(s if n > 1 else ALIGNMENT for n, s in zip(sizes, steps, strict=True))
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _map(
-    device: int,
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    dtype: str,
-) -> TensorMap:
-    """A map is made of these numbers alone, so one for memory that was freed does no harm."""
-    import numpy as np
-    from numba import cuda
+# ---- the maps of a device -----------------------------------------------------------------------
 
-    words = cuda.to_device(np.array(_encode(address, shape, strides, box, dtype), np.uint64))
-    # Now it is there for kernels on any stream; and none still reads a map that it takes the place
-    # of in the cache.
-    cuda.synchronize()
-    return TensorMap(words.__cuda_array_interface__["data"][0], words)
+
+class Store:
+    """The maps of one device, for any number of threads.
+
+    Parameters
+    ----------
+    device : Device
+        Where they lie.
+    slab_maps : int
+        How many are allocated together, and so how many are kept, but those of captured streams.
+    """
+
+    def __init__(self, device: Any, slab_maps: int = SLAB_MAPS):
+        self._device, self._slab_maps = device, slab_maps
+        self._lock = threading.Lock()
+        self._latest: OrderedDict[tuple[int, Boxes], TensorMap] = OrderedDict()
+        self._captured: set[TensorMap] = set()
+        self._free: list[int] = []
+        self._retired: list[int] = []  # held by nobody, but the device may still read it
+        self.slabs = 0
+
+    def find(self, address: int, boxes: Boxes, stream: int) -> TensorMap:
+        """The map for an address; complete in memory, for kernels on any stream."""
+        capturing = self._device.capturing(stream)
+        key = address, boxes
+        with self._lock:
+            found = self._latest.get(key)
+            if found is None:
+                found = self._latest[key] = self._make(address, boxes, capturing)
+            else:
+                self._latest.move_to_end(key)
+            if capturing:
+                self._captured.add(found)
+        return found
+
+    def _make(self, address: int, boxes: Boxes, capturing: bool) -> TensorMap:
+        words = _encode(address, boxes.shape, boxes.strides, boxes.box, boxes.dtype)
+        if not self._free and self.slabs and not capturing:
+            self._reclaim()
+        if not self._free:
+            slab = self._device.allocate(self._slab_maps * MAP_BYTES)
+            self._free += range(slab, slab + self._slab_maps * MAP_BYTES, MAP_BYTES)
+            self.slabs += 1
+        self._device.write(self._free[-1], words)
+        return TensorMap(self._free.pop(), boxes, self._retired)
+
+    def _reclaim(self) -> None:
+        """Let go of the oldest half, and free what nobody holds: now the device is idle."""
+        mine = [key for key, held in self._latest.items() if held not in self._captured]
+        for key in mine[: (len(mine) + 1) // 2]:
+            del self._latest[key]
+        count = len(self._retired)  # what retires later may be read later
+        if self._device.idle():
+            self._free += self._retired[:count]
+            del self._retired[:count]
+
+
+class Device:
+    """What a `Store` asks of the device that is current when it is made and asked.
+
+    Another thread may be capturing a stream. Then this one may not allocate or copy, unless it says
+    that it knows what it does; and never in the legacy stream, which synchronous copies use.
+    """
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        with self._relaxed():
+            self._stream = _ask(
+                driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            )
+
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        exchange = self._driver.cuThreadExchangeStreamCaptureMode
+        mode = _ask(exchange(self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        try:
+            yield
+        finally:
+            _ask(exchange(mode))
+
+    def capturing(self, stream: int) -> bool:
+        """Whether a graph may get what is launched on the stream.
+
+        The legacy stream cannot say no while a blocking stream is captured, and then counts too.
+        """
+        status, mode = self._driver.cuStreamIsCapturing(stream)[:2]
+        return bool(status) or bool(mode)
+
+    def allocate(self, size: int) -> int:
+        """Bytes of the device's memory."""
+        with self._relaxed():
+            return int(_ask(self._driver.cuMemAlloc(size)))
+
+    def write(self, address: int, words: list[int]) -> None:
+        """Copy 64-bit words to an address, and wait for it."""
+        host = np.array(words, np.uint64)
+        with self._relaxed():
+            _ask(
+                self._driver.cuMemcpyHtoDAsync(address, host.ctypes.data, host.nbytes, self._stream)
+            )
+            _ask(self._driver.cuStreamSynchronize(self._stream))
+
+    def idle(self) -> bool:
+        """Wait for all work of the device; False where a capture forbids it."""
+        if self.capturing(LEGACY_STREAM):
+            return False
+        (status,) = self._driver.cuCtxSynchronize()
+        if "CAPTURE" in status.name:
+            return False
+        _ask((status,))
+        return True
+
+
+_stores: dict[int, Store] = {}
+_first = threading.Lock()
+
+
+def _ask(answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call."""
+    status, *values = answer
+    if status:
+        raise RuntimeError(f"tensor_map: the driver says {status.name}")
+    return values[0] if values else None
 
 
 def _encode(

@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 MAX_HEAD_DIM = 256
@@ -26,6 +27,9 @@ REGISTERS_PER_THREAD = 255
 REGISTERS_PER_SM = 65536
 BANK_BYTES = 128  # one line of the 32 four-byte banks of shared memory
 VECTOR_BYTES = 16  # the widest load or store of one thread
+WARPGROUP_ROWS = 64  # rows of a product of a Hopper warpgroup
+HOPPER_SHARED_BYTES = 232_448  # of a block on sm_90
+HOPPER_INFO = 128  # bytes of what fa3's producer tells of the row tiles in flight
 
 # The shared tiles of each kernel of a backward method.
 ALL_TILES = ("Q", "dO", "K", "V", "P", "dS", "L")
@@ -51,6 +55,14 @@ def ceil_div(a: int, b: int) -> int:
 def vector_width(dtype: str) -> int:
     """Elements of one 16-byte access."""
     return VECTOR_BYTES // DTYPE_BYTES[dtype]
+
+
+class Ring(NamedTuple):
+    """Places of `size` bytes each in shared memory, from byte `start` on."""
+
+    start: int
+    size: int
+    places: int
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,53 @@ class Tiling:
             tiles["P"] = (*shapes["P"], tiles["K"][2])
         return tiles, total
 
+    def hopper_layout(self, d: int) -> tuple[dict[str, Ring], int]:
+        """Shared memory of fa3, in the order of its places, and its bytes.
+
+        Q, K and V in boxes of 64 columns of 16-bit elements, at multiples of 1024 bytes; Q in
+        pieces of 64 rows, one for each consumer and, if there is space, again for the next row
+        tile; two K_j and V_j. For each of these places a barrier that ends when it is full, one
+        when it is empty.
+        """
+        consumers, row = self.B_r // WARPGROUP_ROWS, ceil_div(d, 64) * 128
+        q_size, kv_size = WARPGROUP_ROWS * row, self.B_c * row
+        for q_stages in (2, 1):
+            sizes = {
+                "Q": (q_size, q_stages * consumers),
+                "K": (kv_size, 2),
+                "V": (kv_size, 2),
+                **{
+                    f"{name} {state}": (8, count)
+                    for name, count in (("Q", q_stages * consumers), ("K", 2), ("V", 2))
+                    for state in ("full", "empty")
+                },
+                "info": (HOPPER_INFO, 1),
+            }
+            rings, end = {}, 0
+            for name, (size, count) in sizes.items():
+                rings[name] = Ring(ceil_div(end, 16) * 16, size, count)
+                end = rings[name].start + size * count
+            if end <= HOPPER_SHARED_BYTES:
+                break
+        return rings, end
+
+    def hopper_registers(self, d: int) -> int:
+        """Estimate of the registers of a thread of fa3's consumers: S, P and O, and 28 more."""
+        return self.B_c // 2 + self.B_c // 4 + ceil_div(d, 16) * 8 + 28
+
+    def _check_hopper(self) -> None:
+        consumers = self.B_r // WARPGROUP_ROWS
+        if self.B_r not in (128, 192) or self.B_c % 16 or self.B_c > 256:
+            raise ValueError(
+                f"tiling: got {self} with method=fa3, accepted: B_r 128 or 192, B_c a multiple of "
+                "16 up to 256"
+            )
+        if (self.n_r, self.n_c) != (32 * consumers, 4):
+            raise ValueError(
+                f"tiling: got n_r={self.n_r}, n_c={self.n_c} with method=fa3, accepted: "
+                f"n_r={32 * consumers}, n_c=4, the rows and columns of warpgroups"
+            )
+
     def backward_layout(
         self, d: int, dtype: str, names: Sequence[str]
     ) -> tuple[dict[str, tuple[int, int, int]], int]:
@@ -236,12 +295,23 @@ class Tiling:
         """Dynamic shared memory of the largest block that `method` launches."""
         if method in BACKWARD_TILES:
             return max(self.backward_layout(d, dtype, n)[1] for n in BACKWARD_TILES[method])
+        if method == "fa3":
+            return self.hopper_layout(d)[1]
         if method == "standard":
             return max(self.shared_layout(d, dtype, names)[1] for names in ("QK", "VP"))
         return self.shared_layout(d, dtype, P_replaces_K=method == "fa2")[1]
 
     def check(self, d: int, dtype: str, method: str, shared_limit: int) -> None:
         """Raise `ValueError`, with the numbers, unless a block fits `shared_limit` bytes."""
+        if method == "fa3":
+            self._check_hopper()
+            consumers, registers = self.B_r // WARPGROUP_ROWS, self.hopper_registers(d)
+            most = {2: 232, 3: 160}[consumers]
+            if registers > most:
+                raise ValueError(
+                    f"tiling: {self} needs about {registers} registers a thread for method=fa3, "
+                    f"d={d}; a thread may have {most}"
+                )
         need = self.shared_bytes(d, dtype, method)
         if need > shared_limit:
             raise ValueError(
@@ -344,3 +414,24 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
         f"tiling: none fits {shared_limit} bytes of shared memory at method={method}, d={d}, "
         f"dtype={dtype}"
     )
+
+
+@functools.cache
+def choose_hopper(d: int, N_q: int, interval: bool) -> Tiling:
+    """The tiling of fa3 used when the caller gives none: the fastest measured on an H200.
+
+    Parameters
+    ----------
+    d : int
+        Head dimension.
+    N_q : int
+        Queries.
+    interval : bool
+        Whether the mask leaves rows different numbers of keys.
+    """
+    if d <= 64 and not (interval and N_q <= 2048):
+        # 3 consumers: with d this small their exponentials take as long as their products.
+        B_r, B_c = 192, 128
+    else:
+        B_r, B_c = 128, 128 if d <= 128 else 96 if d <= 192 else 64
+    return Tiling(B_r, B_c, B_r // 2, 4)

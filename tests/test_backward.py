@@ -25,7 +25,7 @@ from strategies import (
     forall,
 )
 
-from fa2_numba import api, backward, io_model, launch, masking, reference, simulator, traffic
+from fa2_numba import backward, io_model, launch, masking, reference, simulator, traffic
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
 
@@ -489,6 +489,7 @@ BAD: list[tuple[dict[str, Any], type, tuple[str, ...]]] = [
     ({"k": np.ones((2, 2, KEYS, D), np.float16)}, TypeError, ("k", "fp16", "fp32")),
     ({"v": np.ones((2, 2, KEYS + 1, D), np.float32)}, ValueError, ("v", "8", "7")),
     ({"q": np.ones((2, 3, ROWS, D), np.float32)}, ValueError, ("k", "2 heads", "3")),
+    ({"method": "fa3"}, ValueError, ("method", "fa3", "auto, standard, fa1, fa2")),
     ({"method": "fa2_backward"}, ValueError, ("method", "fa2_backward", "standard, fa1, fa2")),
     ({"deterministic": 1}, TypeError, ("deterministic", "1", "True, False")),
     ({"score": undifferentiable()}, ValueError, ("score", "capped", "derivative")),
@@ -558,4 +559,3 @@ def test_every_head_dimension_has_a_tiling() -> None:
                     assert tiling.shared_bytes(d, dtype, method) <= limit
                     roomy = dtype != "fp64" or limit > 150_000
                     assert tiling.fits(d, dtype, method, limit) or not roomy, (limit, dtype, d)
-    assert api.METHODS.keys() == {name.split("_")[0] for name in METHODS}

@@ -685,7 +685,7 @@ def test_the_driver_is_asked_for_the_launch_as_it_was(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "on_device", on_device)
     problem = Problem("fa2", "fp32", 1, 2, 1, 9, 8, 8, TILING, NONE, UNCHANGED)
     A = launch.Operands(problem, {}, None, 0, 1.0, False, device=1)
-    A._launched.append(("fa2", compiled, 9, 128, 50_000))
+    A.launched.append(launch.Launched("fa2", compiled, 9, 128, 50_000, ()))
     assert A.launches == [launch.Launch("fa2", 9, 128, 50_000, 42, 16, 7, 4096 + 128)]
     assert asked == [(function, 128, 50_000)] and entered == [1, "left"]
 

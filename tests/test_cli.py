@@ -280,6 +280,50 @@ def test_bad_input_is_one_line_on_stderr_that_names_the_argument(
     assert "Traceback" not in printed.err
 
 
+# --- bench -----------------------------------------------------------------------------------
+
+
+def test_bench_says_that_it_needs_a_gpu(capsys):
+    assert main(["bench", "--n", "256"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        "fa2-numba bench: no GPU can be used, and only a GPU can be timed; "
+        "fa2-numba doctor says why\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n", "0"], "n: got 0, accepted: 1 or more"),
+        (["--rounds", "0"], "rounds: got 0, accepted: 1 or more"),
+        (["--method", "fa9"], "method: got 'fa9', accepted: standard, fa1, fa2"),
+    ],
+)
+def test_bench_names_the_argument_that_it_refuses(capsys, monkeypatch, argv, message):
+    monkeypatch.setattr(doctor, "gpu_usable", lambda: True)
+    assert main(["bench", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"fa2-numba bench: {message}")
+
+
+def test_bench_prints_what_it_timed_and_what_it_did_not(capsys, monkeypatch):
+    from fa2_numba.accounting import bench
+
+    def compare(cell, methods, rounds):
+        return [cell.row("fa2", [2.0, 1.0, 4.0]), cell.row("torch SDPA", [1.0])], ["fa1: too old"]
+
+    monkeypatch.setattr(doctor, "gpu_usable", lambda: True)
+    monkeypatch.setattr(bench, "compare", compare)
+    assert main(["bench", "--n", "1024", "--d", "64", "--causal"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("batch 1, 16 heads, N = 1,024, d = 64, bf16, causal, forward\n")
+    assert printed.out.index("torch SDPA") < printed.out.index("fa2 ")
+    assert printed.err == "not timed: fa1: too old\n"
+    assert main(["bench", "--json"]) == 0
+    assert [row["milliseconds"] for row in rows(capsys)] == [2.0, 1.0]
+
+
 # --- before Numba is imported ----------------------------------------------------------------
 
 

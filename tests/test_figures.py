@@ -92,6 +92,42 @@ def cycles():
             "by_method": {"standard": 0.043, "fa1": 0.071, "fa2": 0.021}}  # fmt: skip
 
 
+def timed(name, n, milliseconds, **more):
+    return {"implementation": name, "d": 64, "causal": False, "n": n, "regime": "sustained",
+            "tflops": 800 / milliseconds, "milliseconds": milliseconds, **more}  # fmt: skip
+
+
+def forward():
+    """Three implementations, two sizes, one of them in the second regime, too."""
+    speeds = [("fa3", 512, 2.0), ("cudnn", 512, 1.6), ("fa3", 1024, 1.0), ("cudnn", 1024, 1.25)]
+    rows = [timed(*speed) for speed in [*speeds, ("fa4", 1024, 0.8)]]
+    rows.append(timed("fa3", 512, 1.0) | {"regime": "burst"})
+    found = {"extra_bytes": 2_500_000, "max_error": 1.5e-3, "rms_relative": 2.23e-3}
+    return {
+        **ABOUT,
+        "setting": {"tokens": 16384, "hidden": 2048, "dtype": "bf16",
+                    "regimes": {"sustained": {}, "burst": {}}},
+        "matrix_product": [{"size": 8192, "regime": "sustained", "tflops": 900.0},
+                           {"size": 16384, "regime": "sustained", "tflops": 1000.0},
+                           {"size": 16384, "regime": "burst", "tflops": 2000.0}],
+        "headline": [timed("fa3", 4096, 2.0, rows_compared=128, **found)],
+        "rows": rows,
+        "crossover": [timed("fa3", 128, 1.0), timed("standard", 128, 0.5),
+                      timed("fa3", 256, 1.0), timed("standard", 256, 4.0)],
+        "host": {"problem": "a small one",
+                 "rows": [{"implementation": "fa3", "microseconds": 9.8}]},
+        "memory": {"problem": "a large one", "output_bytes": 2_000_000,
+                   "rows": [{"implementation": "cudnn", "extra_bytes": 2_500_000}]},
+    }  # fmt: skip
+
+
+def long_context():
+    row = timed("fa3", 2**20, 3750.0, heads=8, extra_bytes=1040, out_lse_bytes=1000,
+                max_error=1.5e-3, rms_relative=2.23e-3, right=True)  # fmt: skip
+    return {**ABOUT, "setting": {"dtype": "bf16", "d": 128}, "rows": [row]}
+
+
+SECTIONS = {"forward": forward(), "long_context": long_context()}  # more than one table each
 RECORDS = {
     "verify": verified(),
     "levels": at_levels(),
@@ -179,6 +215,73 @@ def test_errors_of_the_cycle_model_are_by_method_and_in_all():
         ["standard", "1", "4.3%"], ["fa1", "1", "7.1%"], ["fa2", "2", "2.1%"], ["all", "4", "4.5%"],
     ]  # fmt: skip
     assert "farthest from 1 is 0.86" in below
+
+
+def test_speed_has_a_headline_a_comparison_and_what_is_said_of_them():
+    heading, picture, headline, below, cells, means, drawn, crossing, memory, host = (
+        figures.speed.forward_part(SECTIONS["forward"]).split("\n\n")
+    )
+    assert heading == "## Speed on tensor cores"
+    assert "(docs/figures/forward.svg)" in picture and "(docs/figures/crossover.svg)" in drawn
+    (_, row), _ = parts(f"{headline}\n\n{below}")
+    assert row == ["64", "fa3", "400.0", "40%", "2.50 MB", "1.5e-03", "2.23e-03"]
+    (_, *rows), _ = parts(f"{cells}\n\n{means}")
+    assert rows == [
+        ["64", "full", "512", "400", "500", "", "", "0.80", ""],
+        ["64", "full", "1,024", "800", "640", "1000", "", "1.25", "0.80"],
+    ]
+    for text in ("fa3 / cuDNN: geometric mean 1.000 over 2 cells", "worst 0.800", "1000 TFLOP/s"):
+        assert text in means
+    assert crossing == (
+        "Of N = 128 and more (d = 64, no mask): fa3 is faster than standard from N = 256 on."
+    )
+    assert "of which the output is 2.00 MB: cuDNN 2.50 MB (a large one)." in memory
+    assert host == "Host microseconds of one call: fa3 10 (a small one)."
+
+
+def test_sections_that_were_not_run_are_not_shown():
+    record = forward()
+    for name in ("rows", "headline", "crossover", "host", "memory"):
+        del record[name]
+    assert figures.speed.forward_part(record) == "## Speed on tensor cores"
+    assert figures.speed.draw(record) == figures.speed.draw(None) == []
+
+
+def test_speed_is_drawn_with_the_peak():
+    bars, crossover = figures.speed.draw(SECTIONS["forward"])
+    assert (bars.name, crossover.name) == ("forward", "crossover")
+    (ax,) = bars.figure.axes
+    heights = {round(bar.get_height()) for bar in ax.patches}
+    assert heights == {400, 500, 0, 800, 640, 1000}
+    assert {y for line in ax.lines for y in line.get_ydata()} == {1000.0}
+    left, right = crossover.figure.axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[1.0, 1.0], [0.5, 4.0]]
+    assert [list(line.get_ydata()) for line in right.lines][:2] == [[0.5, 4.0], [1.0, 1.0]]
+
+
+def test_long_sequences_say_what_is_not_output():
+    heading, rows, below = figures.speed.long_context_part(SECTIONS["long_context"]).split("\n\n")
+    assert heading == "### Long sequences"
+    (_, row), _ = parts(f"{rows}\n\n{below}")
+    assert row == [
+        "1,048,576", "8", "3,750", "0", "1,040", "40", "1.5e-03", "2.23e-03", "yes"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_record_of_speed_fills_its_part_and_is_drawn(readme, name, monkeypatch):
+    (readme.parent / "gpu" / f"{name}.json").write_text(json.dumps(SECTIONS[name]))
+    figures.main()
+    text = readme.read_text()
+    assert text.count("Not measured yet.") == len(figures.GENERATED) + 1
+    written = figures.GENERATED[name][1]
+    assert f"<!-- {name} -->\n{written(SECTIONS[name])}\n<!-- /{name} -->" in text
+    drawn = sorted(path.name for path in (readme.parent / "figures").iterdir())
+    assert drawn == (["crossover.svg", "forward.svg"] if name == "forward" else [])
+    monkeypatch.setattr("sys.argv", ["figures", "--gpu", "gpu", "--check"])
+    with pytest.raises(SystemExit) as end:
+        figures.main()
+    assert end.value.code == 0
 
 
 @pytest.fixture

@@ -14,14 +14,17 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fa2_numba import api, simulator
+from fa2_numba import api, plan, simulator
 from fa2_numba.accounting.hardware import Case
 from fa2_numba.launch import Operands
 
 
 @contextlib.contextmanager
 def watched(after: Callable[[Operands, str], None]) -> Iterator[None]:
-    """Inside the block, call `after` behind each launch: with its operands, its kernel's name."""
+    """Inside the block, call `after` behind each launch: with its operands, its kernel's name.
+
+    Every launch is one of `Operands` there, none of a plan.
+    """
     run = Operands.run
 
     def watch(
@@ -33,7 +36,8 @@ def watched(after: Callable[[Operands, str], None]) -> Iterator[None]:
 
     Operands.run = watch  # type: ignore[method-assign]
     try:
-        yield
+        with plan.unused():
+            yield
     finally:
         Operands.run = run  # type: ignore[method-assign]
 

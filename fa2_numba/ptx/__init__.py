@@ -47,10 +47,16 @@ from fa2_numba.ptx.hopper import (
 from fa2_numba.ptx.scalar import (
     cvt_rn_bf16_f32,
     ex2_approx_ftz_f32,
+    max_f32,
+    mov_b32,
     mov_f32_bf16,
+    mov_f32_u32,
     mov_u32_clock,
+    mov_u32_f32,
     mov_u32_smid,
     mov_u64_clock64,
     mov_u64_globaltimer,
+    rcp_approx_ftz_f32,
     shfl_bfly,
+    trap_if_negative,
 )

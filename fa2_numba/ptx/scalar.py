@@ -27,6 +27,62 @@ ex2_approx_ftz_f32 = instruction(
     lambda x: np.exp2(x, dtype=np.float32),
 )
 
+rcp_approx_ftz_f32 = instruction(
+    # "Floating Point Instructions: rcp". 1 / x, at most 1 ulp off, subnormals flushed to zero.
+    "rcp.approx.ftz.f32 $0, $1;",
+    "=f,f",
+    "float32",
+    ("float32",),
+    lambda x: np.float32(1) / x,
+)
+
+mov_u32_f32 = instruction(
+    # "Data Movement and Conversion Instructions: mov". The bits.
+    "mov.b32 $0, $1;",
+    "=r,f",
+    "uint32",
+    ("float32",),
+    lambda x: np.float32(x).view(np.uint32),
+)
+
+mov_f32_u32 = instruction(
+    # "Data Movement and Conversion Instructions: mov". The number of these bits.
+    "mov.b32 $0, $1;",
+    "=f,r",
+    "float32",
+    ("uint32",),
+    lambda bits: np.uint32(bits).view(np.float32),
+)
+
+mov_b32 = instruction(
+    # "Data Movement and Conversion Instructions: mov". A copy of which the compiler knows nothing.
+    "mov.b32 $0, $1;",
+    "=r,r",
+    "int32",
+    ("int32",),
+    lambda x: x,
+    volatile=True,
+)
+
+trap_if_negative = instruction(
+    # "Miscellaneous Instructions: trap", if the number is negative.
+    "{.reg .pred negative; setp.lt.f32 negative, $0, 0f00000000; @negative trap;}",
+    "f",
+    "none",
+    ("float32",),
+    lambda x: None,
+    volatile=True,
+)
+
+max_f32 = instruction(
+    # "Floating Point Instructions: max". Of a number and NaN: the number.
+    "max.f32 $0, $1, $2;",
+    "=f,f,f",
+    "float32",
+    ("float32", "float32"),
+    np.fmax,
+)
+
 cvt_rn_bf16_f32 = instruction(
     # "Data Movement and Conversion Instructions: cvt". Round to nearest even; result: 16 bits.
     "cvt.rn.bf16.f32 $0, $1;",

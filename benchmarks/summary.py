@@ -1,0 +1,108 @@
+"""Speeds of one record compared: cells, ratios, geometric means."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+OURS = "fa3"
+RIVALS = ("cudnn", "fa4")  # what fa3 is measured against
+SHOWN = (OURS, "cudnn", "fa4", "torch-fa2")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The n-th root of the product of n positive numbers; NaN of none."""
+    if not values:
+        return math.nan
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def cells(rows: Iterable[Row], regime: str | None = None) -> dict[tuple[int, bool, int], Row]:
+    """(d, causal, N), ascending, to implementation to TFLOP/s."""
+    found: dict[tuple[int, bool, int], Row] = {}
+    for row in rows:
+        if regime is None or row["regime"] == regime:
+            key = (row["d"], row["causal"], row["n"])
+            found.setdefault(key, {})[row["implementation"]] = row["tflops"]
+    return dict(sorted(found.items()))
+
+
+def regimes(rows: Iterable[Row]) -> list[str]:
+    """Those that were timed, in their order."""
+    return list(dict.fromkeys(row["regime"] for row in rows))
+
+
+def ratios(found: dict[tuple[int, bool, int], Row], rival: str, ours: str = OURS) -> list[float]:
+    """Speed of ours over a rival's, one for each cell that has both."""
+    return [speed[ours] / speed[rival] for speed in found.values() if {ours, rival} <= set(speed)]
+
+
+def worst(
+    found: dict[tuple[int, bool, int], Row], rivals: Sequence[str] = RIVALS, ours: str = OURS
+) -> tuple[float, tuple[int, bool, int]] | None:
+    """The least ratio of ours to the faster of the rivals that ran, and where; None without any."""
+    ratio = {
+        key: speed[ours] / max(speed[name] for name in rivals if name in speed)
+        for key, speed in found.items()
+        if ours in speed and any(name in speed for name in rivals)
+    }
+    if not ratio:
+        return None
+    key = min(ratio, key=ratio.__getitem__)
+    return ratio[key], key
+
+
+def faster_from(rows: Iterable[Row], ours: str, other: str) -> int | None:
+    """The least N from which on ours took less time at every N that has both; None if none."""
+    times: dict[int, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(row["n"], {})[row["implementation"]] = row["milliseconds"]
+    least = None
+    for n in sorted(times, reverse=True):
+        if {ours, other} <= set(times[n]):
+            if times[n][ours] >= times[n][other]:
+                break
+            least = n
+    return least
+
+
+def cell_name(key: tuple[int, bool, int]) -> str:
+    """``d = 128, causal, N = 4,096``."""
+    d, causal, n = key
+    return f"d = {d}, {'causal' if causal else 'full'}, N = {n:,}"
+
+
+def means(
+    found: dict[tuple[int, bool, int], Row], labels: Mapping[str, str] | None = None
+) -> list[str]:
+    """One sentence for each rival: the geometric mean of the ratios; last the worst cell."""
+    shown = {name: (labels or {}).get(name, name) for name in (OURS, *RIVALS)}
+    lines = []
+    for rival in RIVALS:
+        values = ratios(found, rival)
+        if values:
+            lines.append(
+                f"{shown[OURS]} / {shown[rival]}: geometric mean {geometric_mean(values):.3f} over "
+                f"{len(values)} cells, {min(values):.3f} to {max(values):.3f}"
+            )
+    if least := worst(found):
+        ratio, key = least
+        rivals = " and ".join(shown[rival] for rival in RIVALS)
+        lines.append(
+            f"{shown[OURS]} / the faster of {rivals}: worst {ratio:.3f} ({cell_name(key)})"
+        )
+    return lines
+
+
+def table(found: dict[tuple[int, bool, int], Row]) -> list[str]:
+    """Lines for the terminal: TFLOP/s of each cell, and the ratios."""
+    header = [*SHOWN, *(f"/{rival}" for rival in RIVALS)]
+    lines = [f"{'cell':30}" + "".join(f"{name:>10}" for name in header)]
+    for key, speed in found.items():
+        shown = [f"{speed[name]:.1f}" if name in speed else "-" for name in SHOWN]
+        shown += [
+            f"{speed[OURS] / speed[rival]:.3f}" if {OURS, rival} <= set(speed) else "-"
+            for rival in RIVALS
+        ]
+        lines.append(f"{cell_name(key):30}" + "".join(f"{text:>10}" for text in shown))
+    return lines

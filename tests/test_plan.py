@@ -1,0 +1,989 @@
+"""Plans and the store of tensor maps, without a GPU.
+
+The array libraries, the driver and Numba's launch are stand-ins that write down what they are
+asked for. So what a plan hands to the driver can be compared, word by word, with what the checked
+way would have launched for the same arrays.
+"""
+
+import contextlib
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from strategies import forall
+
+from fa2_numba import api, arrays, launch, masking, plan, simulator, tensor_map
+from fa2_numba.accounting.launches import watched
+from fa2_numba.problem import Layout, Problem
+from fa2_numba.tiling import Tiling
+
+CONTEXT = 77  # the handle of the device's context
+ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4}
+
+# ---- stand-ins ----------------------------------------------------------------------------------
+
+
+class Tensor:
+    """What is asked of a ``torch.Tensor``."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: str = "float32",
+        address: int = 0,
+        strides: tuple[int, ...] | None = None,
+        device: int = 0,
+        requires_grad: bool = False,
+    ):
+        self.shape, self.dtype, self.requires_grad = tuple(shape), dtype, requires_grad
+        self._strides = strides or Layout.contiguous(self.shape, 1).strides
+        self._address = address
+        self.device = SimpleNamespace(type="cuda", index=device)
+        self.is_cuda = True
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def element_size(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+
+class ndarray:
+    """What is asked of a ``cupy.ndarray``."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: str = "float32",
+        address: int = 0,
+        strides: tuple[int, ...] | None = None,
+        device: int = 0,
+    ):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+        steps = strides or Layout.contiguous(self.shape, 1).strides
+        self.strides = tuple(step * self.itemsize for step in steps)
+        self.data = SimpleNamespace(ptr=address, device_id=device)
+        self.device = SimpleNamespace(id=device)
+
+
+Tensor.__module__, ndarray.__module__ = "torch", "cupy"
+
+
+class View:
+    """A device array as kernels take it."""
+
+    def __init__(self, pointer: int, shape: tuple, strides: tuple, dtype: Any):
+        self.pointer, self.shape, self.strides = pointer, shape, strides
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def words(self) -> list[int]:
+        return [
+            0,
+            0,
+            math.prod(self.shape),
+            self.dtype.itemsize,
+            self.pointer,
+            *self.shape,
+            *self.strides,
+        ]
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.pointer, False)}
+
+    __array_interface__ = __cuda_array_interface__
+
+
+@dataclass
+class Machine:
+    """The stand-ins together."""
+
+    kinds: dict[str, Any]
+    heap: int = 1 << 40
+    allocated: list[Any] = field(default_factory=list)
+    checked: list[tuple[Any, ...]] = field(default_factory=list)  # launched by Numba
+    replayed: list[tuple[Any, ...]] = field(default_factory=list)  # launched by plans
+    current: int = CONTEXT
+    entered: list[int] = field(default_factory=list)
+    stream: int = 0
+    grad: bool = True
+    status: int = 0
+    counts: dict[int, int] = field(default_factory=dict)  # function to parameters
+
+    def take(self, size: int) -> int:
+        """The address of new memory."""
+        address = self.heap
+        self.heap += -(-size // 256) * 256
+        return address
+
+    def empty(self, family: str, shape: Any, dtype: Any) -> Any:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        address = self.take(math.prod(shape) * ITEMSIZE.get(name, 2))
+        self.allocated.append(new := self.kinds[family](shape, name, address))
+        return new
+
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, stream: Any, shared: int, *args: Any
+    ) -> Any:
+        """In place of `launch.launch`."""
+
+        def flat(values: Any) -> Iterator[int]:
+            for value in values:
+                if isinstance(value, tuple):
+                    yield from flat(value)
+                else:
+                    made: list[Any] = []
+                    prepare(None, value, 0, [], made)
+                    yield from map(plan._word, made)
+
+        words = list(flat(args))
+        function = id(kernel)
+        self.counts[function] = len(words)
+        self.checked.append((function, blocks, threads, shared, words))
+        return SimpleNamespace(
+            debug=False,
+            cooperative=False,
+            argument_types=args,
+            _prepare_args=prepare,
+            _codelibrary=SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=function)),
+        )
+
+    def cuLaunchKernel(self, function: Any, *rest: Any) -> tuple[Any]:
+        blocks, _, _, threads, _, _, shared, stream, parameters, extra = rest
+        count = self.counts[int(function)]
+        if threading.active_count() > 1:
+            time.sleep(1e-4)  # other threads run while the driver reads
+        places = (ctypes.c_uint64 * count).from_address(parameters)
+        words = [ctypes.c_uint64.from_address(place).value for place in places]
+        self.replayed.append((int(function), blocks, threads, shared, words))
+        assert (stream, extra) == (self.stream, 0) and self.current == CONTEXT
+        return (SimpleNamespace(name="CUDA_ERROR_OUT_OF_PAPER") if self.status else 0,)
+
+    @contextlib.contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, CONTEXT
+        self.entered.append(device)
+        yield
+        self.current = before
+
+
+def prepare(kind: Any, value: Any, stream: Any, retr: Any, made: list[Any]) -> None:
+    """Numba's `_prepare_args`, of what these kernels take."""
+    if isinstance(value, View):
+        made += value.words
+    elif value is None:
+        made.append(0)
+    elif isinstance(value, np.floating):
+        made.append({4: ctypes.c_float, 8: ctypes.c_double}[value.itemsize](value))
+    else:
+        made.append(ctypes.c_int64(int(value)))
+
+
+FAMILIES = ("torch", "cupy")
+KINDS: dict[str, Any] = {"torch": Tensor, "cupy": ndarray}
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[Machine]:
+    """Inside the block: two array libraries, one GPU, no plans yet."""
+    from cuda.bindings import driver
+
+    m = Machine(KINDS)
+    names = {name: name for name in ("float32", "float64", "float16", "bfloat16")}
+    torch = SimpleNamespace(
+        Tensor=Tensor,
+        **names,
+        bool="bool",
+        empty=lambda shape, dtype, device: m.empty("torch", shape, dtype),
+        is_grad_enabled=lambda: m.grad,
+        cuda=SimpleNamespace(current_stream=lambda _: SimpleNamespace(cuda_stream=m.stream)),
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: m.stream),
+    )
+    cupy = SimpleNamespace(
+        ndarray=ndarray,
+        empty=lambda shape, dtype: m.empty("cupy", shape, dtype),
+        cuda=SimpleNamespace(
+            Device=m.on_device,
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+            get_current_stream=lambda _: SimpleNamespace(ptr=m.stream),
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", torch)
+        patch.setitem(sys.modules, "cupy", cupy)
+        patch.setattr(arrays, "simulator", SimpleNamespace(ACTIVE=False))
+        patch.setattr(arrays, "device_view", View)
+        patch.setattr(arrays, "numba_stream", lambda handle: handle)
+        patch.setattr(launch, "launch", m.launch)
+        for module in (api, launch, plan):
+            patch.setattr(module, "on_device", m.on_device)
+        patch.setattr(driver, "cuCtxGetCurrent", lambda: (0, m.current))
+        patch.setattr(driver, "cuLaunchKernel", m.cuLaunchKernel)
+        patch.setattr(plan, "_plans", plan.Plans(plan.KEPT))
+        plan._library.cache_clear()
+        yield m
+        plan._library.cache_clear()
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    if not simulator.ACTIVE:
+        pytest.skip("kernels are built for the simulator: NUMBA_ENABLE_CUDASIM=1")
+    with stand_ins() as m:
+        yield m
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_method = pytest.mark.parametrize("method", api.METHODS)
+
+
+def qkv(m: Machine, family: str, dtype: str = "float32", n: int = 9, d: int = 16) -> list[Any]:
+    """q, k and v at new addresses."""
+    return [m.empty(family, shape, dtype) for shape in ((2, n, d), (1, n + 4, d), (1, n + 4, d))]
+
+
+# ---- what is launched ---------------------------------------------------------------------------
+
+
+def as_checked(m: Machine, heap: int, *args: Any, **options: Any) -> list[tuple[Any, ...]]:
+    """What the checked way launches, where allocations begin at `heap`."""
+    m.heap = heap
+    m.checked.clear()
+    with plan.unused():
+        api.attention(*args, **options)
+    return list(m.checked)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": "skip", "window": (3, -1)},
+    {"softcap": 2.5, "scale": 0.3, "return_lse": True},
+    {"tiling": Tiling(16, 16, 4, 8)},
+]
+
+
+@every_family
+@every_method
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("own_out", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_plan_launches_what_the_checked_way_would(
+    machine: Machine, family: str, method: str, dtype: str, own_out: bool, options: dict[str, Any]
+) -> None:
+    m = machine
+    options = {**options, "method": method}
+
+    def call() -> tuple[list[Any], dict[str, Any]]:
+        three = qkv(m, family, dtype)
+        return three, {"out": m.empty(family, three[0].shape, dtype)} if own_out else {}
+
+    first, out = call()
+    api.attention(*first, **out, **options)
+    assert m.checked and not m.replayed
+
+    for one_for_both in (False, True):
+        again, out = call()
+        if one_for_both:
+            again[2] = again[1]
+        heap = m.heap
+        m.allocated.clear()
+        m.replayed.clear()
+        result = api.attention(*again, **out, **options)
+        assert m.replayed == as_checked(m, heap, *again, **out, **options)
+        got, lse = result if options.get("return_lse") else (result, None)
+        assert got is out.get("out", got)
+        assert type(got) is KINDS[family] and got.shape == again[0].shape
+        assert lse is None or lse.shape == again[0].shape[:-1]
+
+
+@every_family
+def test_one_array_may_be_all_three(machine: Machine, family: str) -> None:
+    x, y = (machine.empty(family, (9, 16), "float32") for _ in range(2))
+    api.attention(x, x, x)
+    heap = machine.heap
+    api.attention(x, y, x)
+    assert machine.replayed == as_checked(machine, heap, x, y, x)
+
+
+@every_family
+def test_streams_are_those_of_the_call(machine: Machine, family: str) -> None:
+    three = qkv(machine, family)
+    for machine.stream in (0, 5, 9):  # the stand-in for the driver compares
+        api.attention(*three)
+    assert len(machine.replayed) == 2
+
+
+@every_family
+def test_nothing_to_launch(machine: Machine, family: str) -> None:
+    q, k, v = (machine.empty(family, shape, "float32") for shape in ((0, 16), (5, 16), (5, 16)))
+    for _ in range(2):
+        out, lse = api.attention(q, k, v, return_lse=True)
+        assert (out.shape, lse.shape) == ((0, 16), (0,))
+    assert machine.checked == machine.replayed == []
+
+
+@every_family
+def test_another_context_is_left_as_it_was(machine: Machine, family: str) -> None:
+    three = qkv(machine, family)
+    api.attention(*three)
+    machine.entered.clear()
+    machine.current = 1
+    api.attention(*three)
+    assert len(machine.replayed) == 1
+    assert (machine.entered, machine.current) == ([0], 1)
+
+
+def test_a_failed_launch_says_so(machine: Machine) -> None:
+    three = qkv(machine, "torch")
+    api.attention(*three)
+    machine.status = 1
+    with pytest.raises(RuntimeError, match="a launch failed: CUDA_ERROR_OUT_OF_PAPER"):
+        api.attention(*three)
+
+
+# ---- what has no plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_gradient_is_refused_on_a_replay(machine: Machine, name: str) -> None:
+    arguments = dict(zip("qkv", qkv(machine, "torch"), strict=True))
+    arguments["out"] = machine.empty("torch", (2, 9, 16), "float32")
+    api.attention(**arguments)
+    arguments[name].requires_grad = True
+    with pytest.raises(TypeError, match=f"^{name}: requires grad"):
+        api.attention(**arguments)
+    machine.grad = False
+    api.attention(**arguments)
+    assert len(machine.replayed) == 1
+
+
+@every_family
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_overlap_is_refused_on_a_replay(machine: Machine, family: str, name: str) -> None:
+    three = qkv(machine, family)
+    out = machine.empty(family, three[0].shape, "float32")
+    api.attention(*three, out=out)
+    shared = dict(zip("qkv", three, strict=True))[name]
+    address = shared.data_ptr() if family == "torch" else shared.data.ptr
+    for shift in (-256, 0, 256):  # of 9 * 16 * 4 bytes at least
+        bad = KINDS[family](three[0].shape, "float32", address + shift)
+        with pytest.raises(ValueError, match="its memory range overlaps"):
+            api.attention(*three, out=bad)
+    api.attention(*three, out=out)
+    assert len(machine.replayed) == 1
+
+
+def test_out_beside_an_input_is_taken(machine: Machine) -> None:
+    """The first byte behind q, whatever the strides: no overlap."""
+    q, k, v = (machine.empty("torch", (8, 16), "float32") for _ in range(3))
+    reach = 8 * 16 * 4
+    for base in (1 << 41, 1 << 42):
+        q = Tensor((8, 16), address=base + 7 * 64, strides=(-16, 1))
+        api.attention(q, k, v, out=Tensor((8, 16), address=base + reach))
+    assert len(machine.replayed) == 1
+
+
+@every_family
+def test_masks_and_scores_take_the_checked_way(machine: Machine, family: str) -> None:
+    three = qkv(machine, family)
+    for _ in range(2):
+        api.attention(*three, mask=masking.causal())
+        api.attention(*three, score=masking.unchanged())
+    assert len(machine.checked) == 4 and not machine.replayed
+
+
+@every_family
+def test_memory_that_is_less_aligned_takes_the_checked_way(machine: Machine, family: str) -> None:
+    """Then O's stores are narrower: another kernel."""
+    three = qkv(machine, family)
+    machine.heap += 8
+    api.attention(*three)
+    machine.heap -= 8
+    api.attention(*three)
+    assert len(machine.checked) == 2 and not machine.replayed
+    machine.heap += 8
+    api.attention(*three)
+    assert len(machine.checked) == 3 and not machine.replayed
+    machine.heap -= 8
+    api.attention(*three)
+    assert len(machine.checked) == 3 and len(machine.replayed) == 1
+
+
+@pytest.mark.parametrize("name", ["debug", "cooperative"])
+def test_a_kernel_that_needs_more_than_a_launch_has_no_plan(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def special(*args: Any) -> Any:
+        compiled = machine.launch(*args)
+        setattr(compiled, name, True)
+        return compiled
+
+    monkeypatch.setattr(launch, "launch", special)
+    three = qkv(machine, "torch")
+    for _ in range(2):
+        api.attention(*three)
+    assert len(machine.checked) == 2 and not machine.replayed
+
+
+def test_watched_launches_are_those_of_operands(machine: Machine) -> None:
+    three = qkv(machine, "torch")
+    seen: list[str] = []
+    for _ in range(2):
+        api.attention(*three)
+    with watched(lambda operands, name: seen.append(name)):
+        api.attention(*three, method="fa2")
+    api.attention(*three)
+    assert seen == ["fa2"] and len(machine.replayed) == 2
+
+
+def test_other_arrays_have_no_plan(machine: Machine) -> None:
+    class Parameter(Tensor):
+        pass
+
+    three = qkv(machine, "torch")
+    mixed = three[0], *qkv(machine, "cupy")[1:]
+    own = Parameter(three[0].shape, address=three[0].data_ptr()), *three[1:]
+    for arguments in (mixed, own, ([1], [2], [3]), (None, None, None)):
+        assert plan.replay(arguments, (False, None, None, None, "auto", None)) == (None, None)
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+NUMBERS = (1, 1.0, True, np.float32(1), np.int64(1), 2.5, -1.0, 0.0, -0.0, 0, math.nan)
+
+
+def mostly(good: tuple[Any, ...], bad: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    """A value that a call takes, or in one of ten draws one of the others."""
+    few = st.sampled_from(bad)
+    return st.integers(0, 9).flatmap(lambda n: few if n == 9 else st.sampled_from(good))
+
+
+# All of a call that may differ.
+CALLS = st.fixed_dictionaries(
+    {
+        "shape": st.sampled_from(((4, 16), (2, 4, 16), (1, 2, 4, 16), (4, 8))),
+        "keys": st.sampled_from((4, 4, 5)),
+        "dtype": mostly(("float32", "float16", "float64"), ("int32",)),
+        "v_dtype": mostly((None,), ("float16",)),
+        "device": st.sampled_from((0, 1)),
+        "v_device": mostly((None,), (1,)),
+        "own_out": st.booleans(),
+        **{
+            f"{name}_gap": mostly((0,), (8,)) for name in ("q", "k", "v", "out")
+        },  # elements, between rows
+        **{
+            f"{name}_offset": mostly((0,), (8,)) for name in ("q", "k", "v", "out")
+        },  # bytes, of the address
+        "causal": mostly((False, True, "bound", "skip"), (0, 1, 1.0, "x", np.bool_(True))),
+        "window": mostly(
+            (None, (1, 1), (1, 2)), ((1.0, 1), (True, 1), [1, 1], (np.int64(1), 1), (1,), (1, -2))
+        ),
+        "softcap": mostly((None, 1, 1.0), NUMBERS),
+        "scale": mostly((None, 1, 1.0), NUMBERS),
+        "method": mostly(("auto", "fa2", "fa1", "standard"), ("none",)),
+        "tiling": mostly((None, Tiling(16, 16, 4, 8), Tiling(16, 8, 4, 8)), (16,)),
+    }
+)
+
+NAMES = (
+    *("shape", "keys", "dtype", "v_dtype", "device", "v_device", "own_out"),
+    *(f"{name}_{what}" for name in ("q", "k", "v", "out") for what in ("gap", "offset")),
+    *("causal", "window", "softcap", "scale", "method", "tiling"),
+)
+
+
+def made(call: dict[str, Any], family: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arrays and options of a call."""
+    shape, keys = call["shape"], (*call["shape"][:-2], call["keys"], call["shape"][-1])
+    out = []
+    for n, (name, own) in enumerate({"q": shape, "k": keys, "v": keys, "out": shape}.items()):
+        steps = list(Layout.contiguous(own, 1).strides)
+        steps[-2] += call[f"{name}_gap"]
+        steps[:-2] = [2 * step for step in steps[:-2]]  # room for the gaps
+        dtype, device = call["dtype"], call["device"]
+        if name == "v":
+            dtype = call["v_dtype"] or dtype
+            device = device if call["v_device"] is None else call["v_device"]
+        address = (n + 1 << 20) + call[f"{name}_offset"]
+        out.append(KINDS[family](own, dtype, address, tuple(steps), device))
+    options = ("causal", "window", "softcap", "scale", "method", "tiling")
+    return tuple(out[: 3 + call["own_out"]]), {name: call[name] for name in options}
+
+
+def meaning(three: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """All that a call launches, but addresses; None if it is refused."""
+    own = {key: options[key] for key in ("method", "tiling", "scale")}
+    try:
+        call = api._Call(*three[:3], out=three[3] if len(three) > 3 else None, **own)
+        call.change(options["causal"], options["window"], None, options["softcap"], None, None)
+    except (TypeError, ValueError):
+        return None
+    p = call.problem()
+    places = {
+        name: (x.shape, x.strides, x.itemsize, x.address % 256) for name, x in p.layouts.items()
+    }
+    return repr(
+        (p.method, p.dtype, p.B, p.H, p.H_k, p.N_q, p.N_k, p.d, p.tiling, call.scale, places)
+        + (call.like.device, p.mask.name, p.mask.rule, p.mask.args, p.score.name, p.score.change)
+        + (p.score.args, p.load_width, p.store_width, p.o_acc_width, p.o_row_width, p.p_width)
+    )
+
+
+@every_family
+def test_calls_of_one_key_mean_the_same(family: str) -> None:
+    """Equal keys, equal problems; a call that is refused has no key of one that is not."""
+    if not simulator.ACTIVE:
+        pytest.skip("the tiling of the simulator")
+    good = 0
+
+    # Two calls that differ in little: drawn apart, their keys would hardly ever be equal.
+    @forall(1000, CALLS, CALLS, st.sets(st.sampled_from(NAMES), max_size=2))
+    def compare(one: dict[str, Any], other: dict[str, Any], changed: set[str]) -> None:
+        nonlocal good
+        two = one | {name: other[name] for name in changed}
+        with stand_ins():
+            calls = [made(call, family) for call in (one, two)]
+            keys = [plan.replay(three, tuple(options.values()))[0] for three, options in calls]
+            if keys[0] is not None and keys[0] == keys[1]:
+                meanings = [meaning(*call) for call in calls]
+                assert meanings[0] == meanings[1]
+                good += meanings[0] is not None
+
+    compare()
+    assert good > 100
+
+
+def base() -> dict[str, Any]:
+    """A good call."""
+    defaults = dict.fromkeys(NAMES, 0) | {"shape": (2, 4, 16), "keys": 4, "dtype": "float32"}
+    defaults |= dict.fromkeys(("v_dtype", "v_device", "window", "softcap", "scale", "tiling"))
+    return defaults | {"own_out": True, "causal": False, "method": "auto"}
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shape", (1, 8, 16)),
+        ("keys", 5),
+        ("dtype", "float16"),
+        ("v_dtype", "float16"),
+        ("device", 1),
+        ("v_device", 1),
+        ("own_out", False),
+        *((f"{name}_{what}", 8) for name in ("q", "k", "v", "out") for what in ("gap", "offset")),
+        ("causal", True),
+        ("causal", "skip"),
+        ("window", (1, 1)),
+        ("softcap", 2.0),
+        ("scale", 0.5),
+        ("method", "fa1"),
+        ("tiling", Tiling(16, 16, 4, 8)),
+    ],
+)
+def test_what_decides_a_call_is_in_its_key(
+    machine: Machine, family: str, name: str, value: Any
+) -> None:
+    def key(call: dict[str, Any]) -> Any:
+        three, options = made(call, family)
+        return plan.replay(three, tuple(options.values()))[0]
+
+    assert key(base()) == key(base()) is not None
+    assert key(base() | {name: value}) not in (None, key(base()))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"scale": 1.0}, {"scale": np.float64(1)}),
+        ({"scale": 0.0}, {"scale": -0.0}),
+        ({"window": (1, 1)}, {"window": (True, 1)}),
+        ({"window": (1, 1)}, {"window": (1.0, 1)}),
+        ({"softcap": 1.0}, {"softcap": True}),
+    ],
+    ids=str,
+)
+def test_equal_options_of_another_type_have_no_key(
+    machine: Machine, a: dict[str, Any], b: dict[str, Any]
+) -> None:
+    defaults = dict.fromkeys(("causal", "window", "softcap", "scale", "method", "tiling"))
+    defaults |= {"causal": False, "method": "auto"}
+    three = tuple(qkv(machine, "torch"))
+    key, other = (plan.replay(three, tuple({**defaults, **x}.values()))[0] for x in (a, b))
+    assert other is None and (key is None) == (a.get("scale") == 0)
+
+
+# ---- how many are kept --------------------------------------------------------------------------
+
+
+def test_the_latest_plans_are_kept() -> None:
+    plans = plan.Plans(3)
+    made: list[Any] = [object() for _ in range(5)]
+    for n in range(3):
+        plans.keep(n, made[n])
+    assert plans.get(0) is made[0]  # now the latest
+    plans.keep(3, made[3])
+    assert [plans.get(n) for n in range(4)] == [made[0], None, made[2], made[3]]
+    plans.keep(3, made[4])
+    assert plans.get(3) is made[4] and plans.get(0) is made[0]
+
+
+def in_threads(work: Callable[[int], None], count: int = 8) -> None:
+    """Run `work` in threads that take turns often; an error in one is raised here."""
+    start, errors = threading.Barrier(count), []
+
+    def run(n: int) -> None:
+        start.wait()
+        try:
+            work(n)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+
+
+def test_plans_in_many_threads() -> None:
+    plans = plan.Plans(4)
+
+    def work(n: int) -> None:
+        for i in range(500):
+            key = (i * (n + 1)) % 7
+            plans.keep(key, key)  # type: ignore[arg-type]
+            assert plans.get(key) in (key, None)
+
+    in_threads(work)
+    assert len(plans._plans) == 4
+
+
+def test_threads_do_not_mix_their_addresses(machine: Machine) -> None:
+    """One plan, many threads: each launch has the addresses of one call."""
+    calls = [qkv(machine, "torch") for _ in range(8)]
+    api.attention(*calls[0])
+    slots = [n for n, word in enumerate(machine.checked[0][-1]) if word >= 1 << 40]
+    known = [tuple(x.data_ptr() for x in call) for call in calls]
+
+    def work(n: int) -> None:
+        for _ in range(20):
+            api.attention(*calls[n])
+
+    in_threads(work)
+    launched = Counter(tuple(words[n] for n in slots[:3]) for *_, words in machine.replayed)
+    assert launched == dict.fromkeys(known, 20)
+
+
+# ---- tensor maps --------------------------------------------------------------------------------
+
+BOXES = tensor_map.Boxes(0, (64, 64), (128,), (64, 64), "bf16")
+
+
+@dataclass
+class Memory:
+    """A device for a `Store`: who reads a map sees what was last written."""
+
+    captured: set[int] = field(default_factory=set)
+    words: dict[int, Any] = field(default_factory=dict)
+    slabs: list[int] = field(default_factory=list)
+    waits: int = 0
+    may_wait: bool = True
+    during: Callable[[], None] = lambda: None
+
+    def capturing(self, stream: int) -> bool:
+        return stream in self.captured
+
+    def allocate(self, size: int) -> int:
+        self.slabs.append(size)
+        return len(self.slabs) << 20
+
+    def write(self, address: int, words: Any) -> None:
+        self.words[address] = words
+
+    def idle(self) -> bool:
+        self.waits += 1
+        self.during()
+        return self.may_wait
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setattr(tensor_map, "_encode", lambda address, *_: address)
+    return Memory()
+
+
+def test_equal_maps_are_one(memory: Memory) -> None:
+    store = tensor_map.Store(memory, 4)
+    first = store.find(16, BOXES, 0)
+    assert memory.words == {first.address: 16} and first.address % 128 == 0
+    assert store.find(16, BOXES, 0) is first
+    others = [
+        store.find(32, BOXES, 0),
+        store.find(16, BOXES._replace(dtype="fp16"), 0),
+        store.find(16, BOXES._replace(box=(32, 64)), 0),
+    ]
+    assert len({x.address for x in (first, *others)}) == 4
+    assert memory.slabs == [4 * 128] and memory.waits == 0
+
+
+def test_the_oldest_half_goes_when_the_device_is_idle(memory: Memory) -> None:
+    store = tensor_map.Store(memory, 4)
+    for address in range(4):
+        store.find(address, BOXES, 0)
+    store.find(0, BOXES, 0)  # used again: 1 and 2 are the oldest
+    places = {address: store.find(address, BOXES, 0).address for address in (0, 3)}
+    new = store.find(4, BOXES, 0)
+    assert memory.waits == 1 and len(memory.slabs) == 1
+    assert new.address not in places.values()
+    assert {a: store.find(a, BOXES, 0).address for a in (0, 3)} == places
+    assert memory.words[new.address] == 4
+    store.find(5, BOXES, 0)
+    assert memory.waits == 1  # half of the slab was free
+    assert len(store._latest) == 4
+
+
+def test_a_map_that_is_held_is_not_written_anew(memory: Memory) -> None:
+    """Another thread may launch with it later."""
+    store = tensor_map.Store(memory, 4)
+    held = [store.find(address, BOXES, 0) for address in range(4)]
+    for address in range(4, 40):
+        store.find(address, BOXES, 0)
+    assert [memory.words[x.address] for x in held] == [0, 1, 2, 3]
+    assert store.slabs == 2
+    places = {x.address for x in held}
+    del held
+    later = [store.find(address, BOXES, 0).address for address in range(100, 108)]
+    assert store.slabs == 2 and places & set(later)  # and now it may be
+
+
+def test_what_is_let_go_during_the_wait_is_not_free(memory: Memory) -> None:
+    """Its last launch may be later than what the wait was for."""
+    store = tensor_map.Store(memory, 4)
+    held = [store.find(address, BOXES, 0) for address in range(2)]
+    place = held[0].address
+    for address in (2, 3):
+        store.find(address, BOXES, 0)
+    memory.during = held.clear
+    seen = [store.find(address, BOXES, 0).address for address in range(4, 8)]
+    assert memory.waits == 1 and place not in seen
+    seen += [store.find(address, BOXES, 0).address for address in range(8, 12)]
+    assert memory.waits == 2 and place in seen
+
+
+def test_a_map_of_a_captured_stream_stays_for_ever(memory: Memory) -> None:
+    store = tensor_map.Store(memory, 4)
+    hit = store.find(0, BOXES, 7).address  # made before the capture, asked for in it
+    memory.captured = {7}
+    assert store.find(0, BOXES, 7).address == hit
+    made = store.find(1, BOXES, 7).address
+    memory.captured = set()
+    for address in range(2, 200):
+        store.find(address, BOXES, 0)
+    assert (memory.words[hit], memory.words[made]) == (0, 1)
+    assert store.find(0, BOXES, 0).address == hit and store.find(1, BOXES, 0).address == made
+    assert store.slabs == 1
+
+
+def test_no_wait_while_a_stream_is_captured(memory: Memory) -> None:
+    store = tensor_map.Store(memory, 4)
+    places = {n: store.find(n, BOXES, 0).address for n in range(4)}
+    memory.captured = {7}
+    store.find(4, BOXES, 7)
+    assert memory.waits == 0 and store.slabs == 2
+    assert {n: store.find(n, BOXES, 0).address for n in range(4)} == places
+
+
+def test_where_the_device_may_not_wait_memory_grows(memory: Memory) -> None:
+    """Another thread captures: what was let go is free only after a wait that succeeds."""
+    store = tensor_map.Store(memory, 4)
+    memory.may_wait = False
+    for address in range(5):
+        store.find(address, BOXES, 0)
+    assert store.slabs == 2 and set(memory.words.values()) == set(range(5))
+    memory.may_wait = True
+    for address in range(5, 50):
+        store.find(address, BOXES, 0)
+    assert store.slabs == 2
+
+
+def test_a_copy_that_fails_loses_no_memory(memory: Memory) -> None:
+    store = tensor_map.Store(memory, 2)
+    write, memory.write = memory.write, lambda *_: 1 / 0  # type: ignore[method-assign]
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            store.find(0, BOXES, 0)
+    memory.write = write  # type: ignore[method-assign]
+    assert {store.find(n, BOXES, 0).address for n in range(2)} == {1 << 20, (1 << 20) + 128}
+    assert store.slabs == 1
+
+
+def test_maps_in_many_threads(memory: Memory) -> None:
+    """Whoever holds a map reads its own, whatever the others make room for."""
+    store = tensor_map.Store(memory, 8)
+
+    def work(n: int) -> None:
+        for i in range(300):
+            address = (i * (n + 3)) % 23
+            held = store.find(address, BOXES, 0)
+            for _ in range(3):
+                assert memory.words[held.address] == address
+
+    in_threads(work)
+    assert store.slabs <= 3
+
+
+@dataclass
+class Driver:
+    """Answers of the driver, and what it was asked."""
+
+    real: Any
+    asked: list[str] = field(default_factory=list)
+    mode: int = 0
+    statuses: dict[str, Any] = field(default_factory=dict)
+    capture: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            return getattr(self.real, name)  # an enumeration
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.asked.append(name)
+            status = self.statuses.get(name, self.real.CUresult.CUDA_SUCCESS)
+            if name == "cuThreadExchangeStreamCaptureMode":
+                before, self.mode = self.mode, int(args[0])
+                return status, before
+            if name in ("cuMemAlloc", "cuStreamCreate", "cuMemcpyHtoDAsync"):
+                assert self.mode == 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+            if name == "cuStreamIsCapturing":
+                return status, self.capture
+            return (status, 4096) if name in ("cuMemAlloc", "cuStreamCreate") else (status,)
+
+        return call
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> tuple[tensor_map.Device, Driver]:
+    import cuda.bindings.driver
+
+    asked = Driver(cuda.bindings.driver)
+    monkeypatch.setattr(cuda.bindings, "driver", asked)
+    return tensor_map.Device(), asked
+
+
+def test_memory_is_asked_for_in_relaxed_mode(device: tuple[tensor_map.Device, Driver]) -> None:
+    """And the mode is what it was afterwards, also after an error."""
+    on, driver = device
+    assert on.allocate(256) == 4096 and driver.mode == 0
+    on.write(4096, [1] * 16)
+    assert driver.asked[-4:] == [
+        "cuThreadExchangeStreamCaptureMode",
+        "cuMemcpyHtoDAsync",
+        "cuStreamSynchronize",
+        "cuThreadExchangeStreamCaptureMode",
+    ]
+    driver.statuses["cuMemAlloc"] = SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        on.allocate(256)
+    assert driver.mode == 0
+
+
+def test_capture_is_asked_of_the_stream(device: tuple[tensor_map.Device, Driver]) -> None:
+    on, driver = device
+    assert not on.capturing(7)
+    driver.capture = 1
+    assert on.capturing(7)
+    driver.capture, error = 0, SimpleNamespace(name="CUDA_ERROR_STREAM_CAPTURE_IMPLICIT")
+    driver.statuses["cuStreamIsCapturing"] = error
+    assert on.capturing(0)  # the default stream cannot say no
+
+
+def test_the_device_is_waited_for_unless_a_stream_is_captured(
+    device: tuple[tensor_map.Device, Driver],
+) -> None:
+    on, driver = device
+    assert on.idle() and driver.asked[-1] == "cuCtxSynchronize"
+    error = SimpleNamespace(name="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+    driver.statuses["cuCtxSynchronize"] = error
+    assert not on.idle()
+    driver.statuses["cuCtxSynchronize"] = SimpleNamespace(name="CUDA_ERROR_LAUNCH_FAILED")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        on.idle()
+    driver.asked.clear()
+    driver.statuses["cuStreamIsCapturing"] = error
+    assert not on.idle() and "cuCtxSynchronize" not in driver.asked
+
+
+def copies_boxes(problem: Problem, A: launch.Operands) -> None:
+    """A launcher that gives its kernel tensor maps."""
+    maps = [A.boxes(name, (1, 1, 8, 64), "load") for name in ("Q", "K", "Q")]
+    assert all(type(x) is np.uint64 for x in maps)
+    A.run(copies_boxes, 3, 32, 0, maps[1], A.array("O"), A.array("L"), maps[0], A.scale, maps[2])
+
+
+@every_family
+@pytest.mark.parametrize("own_out", [False, True])
+def test_maps_are_found_for_each_call(
+    machine: Machine, memory: Memory, monkeypatch: pytest.MonkeyPatch, family: str, own_out: bool
+) -> None:
+    from numba import cuda
+
+    store = tensor_map.Store(memory, 64)
+    monkeypatch.setattr(tensor_map, "_stores", {0: store})
+    monkeypatch.setattr(tensor_map, "simulator", SimpleNamespace(ACTIVE=False))
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0), raising=False)
+    monkeypatch.setitem(api.METHODS, "fa2", copies_boxes)
+
+    def call() -> tuple[Any, ...]:
+        return tuple(machine.empty(family, (2, 40, 64), "float16") for _ in range(3 + own_out))
+
+    def attend(given: tuple[Any, ...]) -> None:
+        api.attention(*given[:3], out=given[3] if own_out else None)
+
+    attend(call())
+    for _ in range(3):
+        given = call()
+        heap = machine.heap
+        machine.replayed.clear()
+        attend(given)
+        again = as_checked(machine, heap, *given[:3], out=given[3] if own_out else None)
+        assert machine.replayed == again
+        read = [memory.words[again[0][-1][n]] for n in (0, -3, -1)]
+        addresses = [x.data_ptr() if family == "torch" else x.data.ptr for x in given]
+        assert read == [addresses[1], addresses[0], addresses[0]]
+    assert len(memory.words) == 2 * 4
+
+
+def test_boxes_of_a_counted_array() -> None:
+    tiling = Tiling(16, 16, 4, 8)
+    problem = Problem("fa2", "fp16", 1, 1, 1, 64, 64, 64, tiling)
+    A = launch.Operands(problem, {}, None, 0, 1.0, counted=True)
+    with pytest.raises(NotImplementedError, match=r"^K: boxes of a counted array"):
+        A.boxes("K", (1, 1, 64, 64), "load K_j, V_j")
