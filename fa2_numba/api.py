@@ -203,13 +203,14 @@ def measure(
     Parameters
     ----------
     on_chip : bool
-        Count shared memory as well.
+        Count shared memory as well; "auto" is then "fa2", as fa3 does not count it.
 
     Returns
     -------
     Measurement
         Output, LSE and the traffic rows, source "counted".
     """
+    method = _with_marks(method, "on_chip") if on_chip else method
     call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
     ran = call.run(counted=True, on_chip=on_chip)
@@ -242,6 +243,8 @@ def trace(
 
     Parameters
     ----------
+    method : str
+        "auto" is "fa2": fa3 has no marks.
     capacity : int
         How many marks of each warp to keep for a timeline; 0 for sums alone.
 
@@ -253,6 +256,7 @@ def trace(
     """
     if _size("capacity", capacity) < 0:
         raise ValueError(f"capacity: got {capacity}, accepted: 0 or more")
+    method = _with_marks(method, "trace")
     call = _Call(q, k, v, method=method, tiling=tiling, scale=scale, out=out)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
     ran = call.run(timed=True, capacity=capacity)
@@ -315,6 +319,13 @@ def predict(
         call = _Shape(shape, heads_kv, n_k, dtype or "fp32", method, tiling)
     call.change(causal, window, mask, softcap, alibi_slopes, score)
     return io_model.predict(call.problem())
+
+
+def _with_marks(method: str, what: str) -> str:
+    """The method whose kernels can time themselves and count shared memory, as `what` asks."""
+    if method == "fa3":
+        raise NotImplementedError(f"method: {what} with fa3, accepted: auto, standard, fa1, fa2")
+    return "fa2" if method == "auto" else method
 
 
 # ---- one call ---------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class Operands:
         self._allocate = allocate
         self._owners: list[Any] = []
         self._tallies: list[tuple[str, tuple[str, ...], int, hbm.Counted]] = []
+        self._of_boxes: set[int] = set()  # places of those in which copies of boxes count
         self._shared: list[tuple[str, Sequence[str], smem.SharedTally]] = []
         self._clocks: list[PhaseClock] = []
         self.launched: list[Launched] = []
@@ -164,6 +165,7 @@ class Operands:
         made = tensor_map(name, layout, box, self.problem.dtype, int(self.stream))
         argument: Any = np.uint64(made.address)
         if self.counted:
+            self._of_boxes.add(len(self._tallies))
             argument = hbm.CountedBoxes(self._operand(name, array, phases), made.address)
         self.maps.append((argument, name, made))
         return argument
@@ -216,10 +218,13 @@ class Operands:
     def distinct_bytes(self) -> dict[str, int]:
         """Counted bytes by op, where lanes of a warp that share an element count it once.
 
-        Rows count it for each lane. The two differ for tables that lanes look up together.
+        Copies of boxes are not among them. Rows count an element for each lane; the two differ for
+        tables that lanes look up together.
         """
         sums = dict.fromkeys(OPS, 0)
-        for _, _, itemsize, tally in self._tallies:
+        for place, (_, _, itemsize, tally) in enumerate(self._tallies):
+            if place in self._of_boxes:
+                continue
             for op, elements in zip(
                 OPS, tally.counts()[:, :, hbm.DISTINCT].sum(axis=0), strict=True
             ):
@@ -285,10 +290,15 @@ class Operands:
                 for name, compiled, blocks, threads, size, _ in self.launched
             ]
 
-    def rows(self) -> list[Traffic]:
-        """The counted traffic so far, one row for each (array, phase, op) that moved anything."""
+    def rows(self, boxes: bool | None = None) -> list[Traffic]:
+        """The counted traffic so far, one row for each (array, phase, op) that moved anything.
+
+        Of copies of boxes alone with `boxes`, of all else if it is False.
+        """
         sums: dict[tuple[str, str, str], list[int]] = {}
-        for name, phases, itemsize, tally in self._tallies:
+        for place, (name, phases, itemsize, tally) in enumerate(self._tallies):
+            if boxes is not None and boxes != (place in self._of_boxes):
+                continue
             counts = tally.counts()
             for row, phase in enumerate(phases):
                 for op, op_name in enumerate(OPS):
