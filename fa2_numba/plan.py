@@ -151,11 +151,7 @@ class Plan:
         self.fresh, self.spans, self.slots = fresh, spans, slots
         self._mapped = [place for place, _ in maps]
         self._maps = tensor_map.Group([boxes for _, boxes in maps])
-        self.words = array("Q", words)
-        start, count = self.words.buffer_info()
-        self._pointers = array("Q", range(start, start + WORD * count, WORD))  # the driver's way
-        start, _ = self._pointers.buffer_info()
-        self.launches = [(head, start + WORD * first) for head, first in launches]
+        self._heads, self._words = launches, words
         self._allocate, self._address, self._stream = (
             library.allocate,
             library.address,
@@ -163,8 +159,8 @@ class Plan:
         )
         self._current, self._launch = driver.cuCtxGetCurrent, driver.cuLaunchKernel
         with on_device(device):
-            self._context = int(self._current()[1])
-        self._lock = threading.Lock()
+            self._context = self._current()[1]
+        self._idle = [Parameters(self._launch, launches, words)]
 
     def __call__(self, arrays: tuple[Any, ...], addresses: list[int]) -> tuple[Any, Any] | None:
         """Launch for these arrays: O and L, or None where the recorded launches do not fit."""
@@ -177,7 +173,7 @@ class Plan:
             if addresses[-1] % ALLOCATION_ALIGNMENT:
                 return None
         stream = self._stream(device)
-        if int(self._current()[1]) == self._context:
+        if self._current()[1] == self._context:
             self._enqueue(addresses, stream)
         else:
             with on_device(device):
@@ -189,14 +185,18 @@ class Plan:
             # Held until all is enqueued: their memory is not written anew before.
             maps = self._maps.find(tuple([addresses[place] for place in self._mapped]), stream)
             addresses += maps.addresses
-        words = self.words
-        with self._lock:  # the driver reads the words without Python's own lock
-            for word, place in self.slots:
-                words[word] = addresses[place]
-            for head, parameters in self.launches:
-                (status,) = self._launch(*head, stream, parameters, 0)
-                if status:
-                    raise RuntimeError(f"attention: a launch failed: {status.name}")
+        try:
+            parameters = self._idle.pop()
+        except IndexError:  # other threads have them
+            parameters = Parameters(self._launch, self._heads, self._words)
+        words = parameters.words
+        for word, place in self.slots:
+            words[word] = addresses[place]
+        for launch, start in parameters.launches:
+            (status,) = launch(stream, start, 0)
+            if status:
+                raise RuntimeError(f"attention: a launch failed: {status.name}")
+        self._idle.append(parameters)
 
     def _overlap(self, addresses: list[int]) -> bool:
         """Whether O's memory range has a byte in common with Q's, K's or V's."""
@@ -205,6 +205,34 @@ class Plan:
             for address, (low, high) in zip(addresses, self.spans, strict=True)
         ]
         return any([O_low < high and low < O_high for low, high in inputs])
+
+
+class Parameters:
+    """The words of a plan in memory, for one call at a time: the driver reads them unlocked.
+
+    Parameters
+    ----------
+    launch : callable
+        cuLaunchKernel.
+    heads, words : sequence
+        `launches` and `words` of `Plan`.
+
+    Attributes
+    ----------
+    words : array of uint64
+    launches : list of (callable ``(stream, parameters, 0)``, address of its parameters)
+    """
+
+    def __init__(
+        self, launch: Any, heads: Sequence[tuple[tuple[Any, ...], int]], words: Sequence[int]
+    ):
+        self.words = array("Q", words)
+        start, count = self.words.buffer_info()
+        self._pointers = array("Q", range(start, start + WORD * count, WORD))  # the driver's way
+        start, _ = self._pointers.buffer_info()
+        self.launches = [
+            (functools.partial(launch, *head), start + WORD * first) for head, first in heads
+        ]
 
 
 def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -> Plan | None:
@@ -347,7 +375,7 @@ class Torch:
             address = x.data_ptr()
             addresses.append(address)
             remainder = address % ALLOCATION_ALIGNMENT
-            seen += (x.shape, x.stride(), x.dtype, x.device, remainder)
+            seen.append((x.shape, x.stride(), x.dtype, x.device, remainder))
         return tuple(seen), addresses
 
     def maker(self, shape: tuple[int, ...], dtype: Any, device: int) -> Callable[[], Any]:
@@ -389,7 +417,7 @@ class CuPy:
             address = data.ptr
             addresses.append(address)
             remainder = address % ALLOCATION_ALIGNMENT
-            seen += (x.shape, x.strides, x.dtype, data.device_id, remainder)
+            seen.append((x.shape, x.strides, x.dtype, data.device_id, remainder))
         return tuple(seen), addresses
 
     def stream(self, device: int) -> int:
