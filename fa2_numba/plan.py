@@ -147,16 +147,13 @@ class Plan:
     ):
         from cuda.bindings import driver
 
-        self.library, self.device = library, device
+        self.device = device
         self.fresh, self.spans, self.slots = fresh, spans, slots
         self._mapped = [place for place, _ in maps]
         self._maps = tensor_map.Group([boxes for _, boxes in maps])
         self._heads, self._words = launches, words
-        self._allocate, self._address, self._stream = (
-            library.allocate,
-            library.address,
-            library.stream,
-        )
+        self._allocate, self._address = library.allocate, library.address
+        self._stream = library.stream
         self._current, self._launch = driver.cuCtxGetCurrent, driver.cuLaunchKernel
         with on_device(device):
             self._context = self._current()[1]

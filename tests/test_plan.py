@@ -980,6 +980,14 @@ def test_beyond_the_maps_that_stay_a_capture_is_asked_about(
     assert len(store._stay) == 4 and len(maps._stay) == 1 and store.slabs == 1
 
 
+def test_a_map_that_stays_counts_once(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tensor_map.Store(memory, 8, staying=3)
+    maps = group(monkeypatch, store)
+    for pair in ((0, 1), (0, 11), (0, 12), (0, 1)):
+        maps.find(pair, 0)
+    assert set(maps._stay) == {(0, 1), (0, 11)} and len(store._stay) == 3
+
+
 def test_the_others_have_room_beside_the_maps_that_stay(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
