@@ -15,7 +15,7 @@ import operator
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fa2_numba import tensor_map
@@ -56,9 +56,8 @@ def replay(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, tupl
     seen = library.see(arrays)
     if seen is None:
         return None, None
-    signatures, addresses = seen
-    remainders = tuple([address % ALLOCATION_ALIGNMENT for address in addresses])
-    key = library, options, remainders, signatures
+    signature, addresses = seen
+    key = library, options, signature
     plan = _plans.get(key)
     return key, None if plan is None else plan(arrays, addresses)
 
@@ -100,7 +99,7 @@ def _plain(causal: Any, window: Any, softcap: Any, scale: Any, method: Any, tili
     """
     return (
         type(causal) in (bool, str)
-        and (window is None or (type(window) is tuple and set(map(type, window)) == {int}))
+        and (window is None or (type(window) is tuple and [*map(type, window)] == [int, int]))
         and (softcap is None or type(softcap) in (float, int))
         and (scale is None or (type(scale) in (float, int) and scale != 0))
         and type(method) is str
@@ -120,7 +119,7 @@ class Plan:
         Of the arrays.
     device : int
         Their GPU.
-    fresh : sequence of (shape, dtype)
+    fresh : sequence of callable ``() -> array``
         What each call allocates: O, unless it is the caller's, L, the workspaces.
     spans : sequence of (int, int)
         Where O is the caller's: first byte of Q, K, V and O, and the one behind their last, from
@@ -139,7 +138,7 @@ class Plan:
         self,
         library: Any,
         device: int,
-        fresh: Sequence[tuple[tuple[int, ...], Any]],
+        fresh: Sequence[Callable[[], Any]],
         spans: Sequence[tuple[int, int]],
         maps: Sequence[tuple[int, tensor_map.Boxes]],
         launches: Sequence[tuple[tuple[Any, ...], int]],
@@ -148,47 +147,53 @@ class Plan:
     ):
         from cuda.bindings import driver
 
-        self.library, self.device = library, device
-        self.fresh, self.spans, self.maps, self.slots = fresh, spans, maps, slots
-        self.words = array("Q", words)
-        start, count = self.words.buffer_info()
-        self._pointers = array("Q", range(start, start + WORD * count, WORD))  # the driver's way
-        start, _ = self._pointers.buffer_info()
-        self.launches = [(head, start + WORD * first) for head, first in launches]
+        self.device = device
+        self.fresh, self.spans, self.slots = fresh, spans, slots
+        self._mapped = [place for place, _ in maps]
+        self._maps = tensor_map.Group([boxes for _, boxes in maps])
+        self._heads, self._words = launches, words
+        self._allocate, self._address = library.allocate, library.address
+        self._stream = library.stream
         self._current, self._launch = driver.cuCtxGetCurrent, driver.cuLaunchKernel
         with on_device(device):
-            self._context = int(self._current()[1])
-        self._lock = threading.Lock()
+            self._context = self._current()[1]
+        self._idle = [Parameters(self._launch, launches, words)]
 
     def __call__(self, arrays: tuple[Any, ...], addresses: list[int]) -> tuple[Any, Any] | None:
         """Launch for these arrays: O and L, or None where the recorded launches do not fit."""
         if self.spans and self._overlap(addresses):
             return None
-        library, device = self.library, self.device
-        fresh = [library.empty(shape, dtype, device) for shape, dtype in self.fresh]
-        more = [library.address(x) for x in fresh]
-        if any([address % ALLOCATION_ALIGNMENT for address in more]):
-            return None
-        stream = library.stream(device)
-        if int(self._current()[1]) == self._context:
-            self._enqueue(addresses + more, stream)
+        device = self.device
+        fresh = self._allocate(self.fresh, device)
+        for x in fresh:
+            addresses.append(self._address(x))
+            if addresses[-1] % ALLOCATION_ALIGNMENT:
+                return None
+        stream = self._stream(device)
+        if self._current()[1] == self._context:
+            self._enqueue(addresses, stream)
         else:
             with on_device(device):
-                self._enqueue(addresses + more, stream)
-        _, _, _, out, lse = (*arrays, *fresh)[: len(ARRAYS)]
-        return out, lse
+                self._enqueue(addresses, stream)
+        return (fresh[0], fresh[1]) if len(arrays) == len("QKV") else (arrays[3], fresh[0])
 
     def _enqueue(self, addresses: list[int], stream: int) -> None:
-        # Held until all is enqueued: their memory is not written anew before.
-        maps = [tensor_map.find(addresses[place], boxes, stream) for place, boxes in self.maps]
-        addresses += [found.address for found in maps]
-        with self._lock:  # the driver reads the words without Python's own lock
-            for word, place in self.slots:
-                self.words[word] = addresses[place]
-            for head, parameters in self.launches:
-                (status,) = self._launch(*head, stream, parameters, 0)
-                if status:
-                    raise RuntimeError(f"attention: a launch failed: {status.name}")
+        if self._mapped:
+            # Held until all is enqueued: their memory is not written anew before.
+            maps = self._maps.find(tuple([addresses[place] for place in self._mapped]), stream)
+            addresses += maps.addresses
+        try:
+            parameters = self._idle.pop()
+        except IndexError:  # other threads have them
+            parameters = Parameters(self._launch, self._heads, self._words)
+        words = parameters.words
+        for word, place in self.slots:
+            words[word] = addresses[place]
+        for launch, start in parameters.launches:
+            (status,) = launch(stream, start, 0)
+            if status:
+                raise RuntimeError(f"attention: a launch failed: {status.name}")
+        self._idle.append(parameters)
 
     def _overlap(self, addresses: list[int]) -> bool:
         """Whether O's memory range has a byte in common with Q's, K's or V's."""
@@ -197,6 +202,34 @@ class Plan:
             for address, (low, high) in zip(addresses, self.spans, strict=True)
         ]
         return any([O_low < high and low < O_high for low, high in inputs])
+
+
+class Parameters:
+    """The words of a plan in memory, for one call at a time: the driver reads them unlocked.
+
+    Parameters
+    ----------
+    launch : callable
+        cuLaunchKernel.
+    heads, words : sequence
+        `launches` and `words` of `Plan`.
+
+    Attributes
+    ----------
+    words : array of uint64
+    launches : list of (callable ``(stream, parameters, 0)``, address of its parameters)
+    """
+
+    def __init__(
+        self, launch: Any, heads: Sequence[tuple[tuple[Any, ...], int]], words: Sequence[int]
+    ):
+        self.words = array("Q", words)
+        start, count = self.words.buffer_info()
+        self._pointers = array("Q", range(start, start + WORD * count, WORD))  # the driver's way
+        start, _ = self._pointers.buffer_info()
+        self.launches = [
+            (functools.partial(launch, *head), start + WORD * first) for head, first in heads
+        ]
 
 
 def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -> Plan | None:
@@ -213,6 +246,7 @@ def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -
     words: list[int] = []
     slots: list[tuple[int, int]] = []
     with on_device(operands.device):
+        makers = [library.maker(tuple(x.shape), x.dtype, operands.device) for x in fresh]
         for ran in operands.launched:
             if ran.compiled.debug or ran.compiled.cooperative:
                 return None
@@ -228,7 +262,7 @@ def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -
     return Plan(
         library,
         operands.device,  # type: ignore[arg-type]
-        [(tuple(x.shape), x.dtype) for x in fresh],
+        makers,
         [(span(x)[0] - x.address, span(x)[1] - x.address) for x in layouts],
         [(names.index(name), made.boxes) for _, name, made in operands.maps],
         launches,
@@ -267,28 +301,46 @@ def _word(parameter: Any) -> int:
     return int.from_bytes(raw, "little")
 
 
+class Kept:
+    """A plan, and whether it was used."""
+
+    __slots__ = ("plan", "used")
+
+    def __init__(self, plan: Plan):
+        self.plan, self.used = plan, False
+
+
 class Plans:
-    """The latest plans by their keys, for any number of threads."""
+    """The plans in use by their keys, for any number of threads.
+
+    A second chance for each: of those not used since they were last considered, the oldest goes.
+    So a use costs no lock and moves nothing.
+    """
 
     def __init__(self, most: int):
         self._most = most
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, Kept] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> Plan | None:
-        """The plan of a key, which becomes the latest."""
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:
-                self._plans.move_to_end(key)
-        return plan
+        """The plan of a key, which counts as used."""
+        kept = self._plans.get(key)
+        if kept is None:
+            return None
+        kept.used = True
+        return kept.plan
 
     def keep(self, key: Any, plan: Plan) -> None:
-        """Keep a plan, and of all the latest."""
+        """Keep a plan, in place of an old one where there are too many."""
         with self._lock:
-            self._plans[key] = plan
-            while len(self._plans) > self._most:
-                self._plans.popitem(last=False)
+            while len(self._plans) >= self._most and key not in self._plans:
+                oldest, kept = next(iter(self._plans.items()))
+                if kept.used:
+                    kept.used = False
+                    self._plans.move_to_end(oldest)
+                else:
+                    del self._plans[oldest]
+            self._plans[key] = Kept(plan)
 
 
 _plans = Plans(KEPT)
@@ -305,23 +357,36 @@ class Torch:
 
         self.kind = torch.Tensor
         self.address = torch.Tensor.data_ptr
-        self._empty, self._grad = torch.empty, torch.is_grad_enabled
+        self._torch, self._grad = torch, torch.is_grad_enabled
         handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.stream = handle or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
     def see(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]] | None:
         """What decides a call, and the addresses; None where `attention` might refuse one."""
+        kind = self.kind
+        addresses: list[int] = []
+        seen: list[Any] = []
         for x in arrays:
-            if type(x) is not self.kind or not x.is_cuda or (x.requires_grad and self._grad()):
+            if type(x) is not kind or (x.requires_grad and self._grad()):
                 return None
-        return (
-            tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in arrays]),
-            [x.data_ptr() for x in arrays],
-        )
+            address = x.data_ptr()
+            addresses.append(address)
+            remainder = address % ALLOCATION_ALIGNMENT
+            seen.append((x.shape, x.stride(), x.dtype, x.device, remainder))
+        return tuple(seen), addresses
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
-        """A new tensor."""
-        return self._empty(shape, dtype=dtype, device=device)
+    def maker(self, shape: tuple[int, ...], dtype: Any, device: int) -> Callable[[], Any]:
+        """What makes tensors on the device, which is current."""
+        torch = self._torch
+        if torch.cuda.is_current_stream_capturing():  # a graph's memory is not for plans to hold
+            return functools.partial(torch.empty, shape, dtype=dtype, device=device)
+        # One element, seen as many: torch reads a tensor faster than a shape, dtype and device.
+        like = torch.empty((1,), dtype=dtype, device=device).expand(shape)
+        return functools.partial(torch.empty_like, like, memory_format=torch.contiguous_format)
+
+    def allocate(self, makers: Sequence[Callable[[], Any]], device: int) -> list[Any]:
+        """New tensors."""
+        return [make() for make in makers]
 
 
 class CuPy:
@@ -339,24 +404,33 @@ class CuPy:
 
     def see(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]] | None:
         """What decides a call, and the addresses; None where `attention` might refuse one."""
+        kind = self.kind
+        addresses: list[int] = []
+        seen: list[Any] = []
         for x in arrays:
-            if type(x) is not self.kind:
+            if type(x) is not kind:
                 return None
-        return (
-            tuple([(x.shape, x.strides, x.dtype, x.data.device_id) for x in arrays]),
-            [x.data.ptr for x in arrays],
-        )
+            data = x.data
+            address = data.ptr
+            addresses.append(address)
+            remainder = address % ALLOCATION_ALIGNMENT
+            seen.append((x.shape, x.strides, x.dtype, data.device_id, remainder))
+        return tuple(seen), addresses
 
     def stream(self, device: int) -> int:
         """The handle of the current stream."""
         return int(self._stream(device).ptr)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
-        """A new array."""
+    def maker(self, shape: tuple[int, ...], dtype: Any, device: int) -> Callable[[], Any]:
+        """What makes arrays on the device that is then current."""
+        return functools.partial(self._empty, shape, dtype)
+
+    def allocate(self, makers: Sequence[Callable[[], Any]], device: int) -> list[Any]:
+        """New arrays."""
         if self._current() == device:
-            return self._empty(shape, dtype)
+            return [make() for make in makers]
         with self._device(device):
-            return self._empty(shape, dtype)
+            return [make() for make in makers]
 
 
 @functools.lru_cache(maxsize=64)

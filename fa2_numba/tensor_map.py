@@ -10,12 +10,15 @@ kernel can read it any more:
 * whoever launches with a map holds its `TensorMap` until the launch is enqueued;
 * memory that nobody holds waits until the device has been idle once;
 * a map that is asked for while its stream is captured is held for ever, for the graph may be.
+
+The driver takes microseconds to say whether a stream is captured. So the first maps of a device
+that a `Group` finds are held for ever too, and it need not ask about those again.
 """
 
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,8 @@ LARGEST_BOX = 256  # elements along the other axes
 ALIGNMENT = 16  # bytes, of the array and of its strides
 MAP_BYTES = 128
 SLAB_MAPS = 4096  # allocated together, 512 KiB
+STAYING = 8192  # maps of a device that stay for ever without being captured, 1 MiB
+GROUPS = 256  # kept by a `Group`
 LEGACY_STREAM = 1  # CU_STREAM_LEGACY: the default stream, by a name of its own
 
 
@@ -102,11 +107,50 @@ def tensor_map(
 
 def find(address: int, boxes: Boxes, stream: int) -> TensorMap:
     """The map of an array at `address`, whose device is current; `tensor_map` has checked it."""
-    store = _stores.get(boxes.device)
+    return _store(boxes.device).find(address, boxes, stream)
+
+
+class Found(NamedTuple):
+    """Maps that are used together; their addresses are good while this is held."""
+
+    maps: tuple[TensorMap, ...]
+    addresses: tuple[int, ...]
+
+
+class Group:
+    """The maps of arrays that are used together, at little cost where they were used before.
+
+    Parameters
+    ----------
+    boxes : sequence of Boxes
+        What `tensor_map` has checked, all of one device.
+    """
+
+    def __init__(self, boxes: Sequence[Boxes]):
+        self._boxes = boxes
+        self._stay: dict[tuple[int, ...], Found] = {}  # whatever the stream: they stay for ever
+
+    def find(self, addresses: tuple[int, ...], stream: int) -> Found:
+        """The maps of arrays at these addresses, whose device is current."""
+        found = self._stay.get(addresses)
+        if found is None:
+            store = _store(self._boxes[0].device)
+            maps = store.find_all(zip(addresses, self._boxes, strict=True), stream)
+            found = Found(maps, tuple([one.address for one in maps]))
+            if store.keep(maps):
+                if len(self._stay) >= GROUPS:
+                    self._stay.clear()
+                self._stay[addresses] = found
+        return found
+
+
+def _store(device: int) -> "Store":
+    """The maps of a device, which is current."""
+    store = _stores.get(device)
     if store is None:
         with _first:
-            store = _stores.get(boxes.device) or _stores.setdefault(boxes.device, Store(Device()))
-    return store.find(address, boxes, stream)
+            store = _stores.get(device) or _stores.setdefault(device, Store(Device()))
+    return store
 
 
 def check(name: str, layout: Layout, box: tuple[int, ...], dtype: str) -> None:
@@ -152,35 +196,54 @@ class Store:
     device : Device
         Where they lie.
     slab_maps : int
-        How many are allocated together, and so how many are kept, but those of captured streams.
+        How many are allocated together, and about how many are kept, but those that stay for ever.
+    staying : int
+        How many stay for ever at most, but those of captured streams.
     """
 
-    def __init__(self, device: Any, slab_maps: int = SLAB_MAPS):
-        self._device, self._slab_maps = device, slab_maps
+    def __init__(self, device: Any, slab_maps: int = SLAB_MAPS, staying: int = STAYING):
+        self._device, self._slab_maps, self._staying = device, slab_maps, staying
         self._lock = threading.Lock()
         self._latest: OrderedDict[tuple[int, Boxes], TensorMap] = OrderedDict()
-        self._captured: set[TensorMap] = set()
+        self._stay: set[TensorMap] = set()
         self._free: list[int] = []
         self._retired: list[int] = []  # held by nobody, but the device may still read it
         self.slabs = 0
 
     def find(self, address: int, boxes: Boxes, stream: int) -> TensorMap:
         """The map for an address; complete in memory, for kernels on any stream."""
+        return self.find_all([(address, boxes)], stream)[0]
+
+    def find_all(self, keys: Iterable[tuple[int, Boxes]], stream: int) -> tuple[TensorMap, ...]:
+        """The maps for several addresses."""
         capturing = self._device.capturing(stream)
-        key = address, boxes
+        found: list[TensorMap] = []  # holds the first while room is made for the next
         with self._lock:
-            found = self._latest.get(key)
-            if found is None:
-                found = self._latest[key] = self._make(address, boxes, capturing)
-            else:
-                self._latest.move_to_end(key)
+            for key in keys:
+                one = self._latest.get(key)
+                if one is None:
+                    one = self._latest[key] = self._make(*key, capturing)
+                else:
+                    self._latest.move_to_end(key)
+                found.append(one)
             if capturing:
-                self._captured.add(found)
-        return found
+                self._stay.update(found)
+        return tuple(found)
+
+    def keep(self, maps: Iterable[TensorMap]) -> bool:
+        """Whether maps, which the caller holds, stay for ever from now on."""
+        with self._lock:
+            new = {one for one in maps if one not in self._stay}
+            room = len(self._stay) + len(new) <= self._staying
+            if room:
+                self._stay |= new
+        return room
 
     def _make(self, address: int, boxes: Boxes, capturing: bool) -> TensorMap:
         words = _encode(address, boxes.shape, boxes.strides, boxes.box, boxes.dtype)
-        if not self._free and self.slabs and not capturing:
+        others = self.slabs * self._slab_maps - len(self._stay)
+        # Worth a wait only where it can free as many as a wait should.
+        if not self._free and not capturing and 2 * others >= self._slab_maps:
             self._reclaim()
         if not self._free:
             slab = self._device.allocate(self._slab_maps * MAP_BYTES)
@@ -191,7 +254,7 @@ class Store:
 
     def _reclaim(self) -> None:
         """Let go of the oldest half, and free what nobody holds: now the device is idle."""
-        mine = [key for key, held in self._latest.items() if held not in self._captured]
+        mine = [key for key, held in self._latest.items() if held not in self._stay]
         for key in mine[: (len(mine) + 1) // 2]:
             del self._latest[key]
         count = len(self._retired)  # what retires later may be read later

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +33,13 @@ ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4}
 # ---- stand-ins ----------------------------------------------------------------------------------
 
 
+class Device(NamedTuple):
+    """A ``torch.device``."""
+
+    type: str
+    index: int
+
+
 class Tensor:
     """What is asked of a ``torch.Tensor``."""
 
@@ -48,8 +55,7 @@ class Tensor:
         self.shape, self.dtype, self.requires_grad = tuple(shape), dtype, requires_grad
         self._strides = strides or Layout.contiguous(self.shape, 1).strides
         self._address = address
-        self.device = SimpleNamespace(type="cuda", index=device)
-        self.is_cuda = True
+        self.device = Device("cuda", device)
 
     def stride(self) -> tuple[int, ...]:
         return self._strides
@@ -57,11 +63,11 @@ class Tensor:
     def data_ptr(self) -> int:
         return self._address
 
-    def get_device(self) -> int:
-        return self.device.index
-
     def element_size(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    def expand(self, shape: tuple[int, ...]) -> "Tensor":
+        return Tensor(shape, self.dtype, self._address, (0,) * len(shape), self.device.index)
 
 
 class ndarray:
@@ -124,6 +130,7 @@ class Machine:
     current: int = CONTEXT
     entered: list[int] = field(default_factory=list)
     stream: int = 0
+    capturing: bool = False
     grad: bool = True
     status: int = 0
     counts: dict[int, int] = field(default_factory=dict)  # function to parameters
@@ -214,7 +221,12 @@ def stand_ins() -> Iterator[Machine]:
         bool="bool",
         empty=lambda shape, dtype, device: m.empty("torch", shape, dtype),
         is_grad_enabled=lambda: m.grad,
-        cuda=SimpleNamespace(current_stream=lambda _: SimpleNamespace(cuda_stream=m.stream)),
+        empty_like=lambda like, memory_format: m.empty("torch", like.shape, like.dtype),
+        contiguous_format="contiguous",
+        cuda=SimpleNamespace(
+            current_stream=lambda _: SimpleNamespace(cuda_stream=m.stream),
+            is_current_stream_capturing=lambda: m.capturing,
+        ),
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: m.stream),
     )
     cupy = SimpleNamespace(
@@ -358,6 +370,23 @@ def test_a_failed_launch_says_so(machine: Machine) -> None:
     machine.status = 1
     with pytest.raises(RuntimeError, match="a launch failed: CUDA_ERROR_OUT_OF_PAPER"):
         api.attention(*three)
+
+
+def test_plans_hold_no_memory_of_a_graph(machine: Machine) -> None:
+    """Recorded in a capture, a plan asks torch for each tensor by its shape."""
+    shapes: list[Any] = []
+    empty = sys.modules["torch"].empty
+    sys.modules["torch"].empty = lambda shape, **how: shapes.append(shape) or empty(shape, **how)  # type: ignore[attr-defined]
+    machine.capturing = True
+    three = qkv(machine, "torch")
+    api.attention(*three)
+    assert (1,) not in shapes
+    heap = machine.heap
+    api.attention(*three)
+    assert machine.replayed == as_checked(machine, heap, *three)
+    machine.capturing = False
+    api.attention(*qkv(machine, "torch", n=10))
+    assert (1,) in shapes
 
 
 # ---- what has no plan ---------------------------------------------------------------------------
@@ -649,6 +678,27 @@ def test_the_latest_plans_are_kept() -> None:
     assert plans.get(3) is made[4] and plans.get(0) is made[0]
 
 
+def test_a_plan_that_was_used_has_a_second_chance() -> None:
+    plans = plan.Plans(3)
+    made: list[Any] = [object() for _ in range(6)]
+
+    def keep(n: int) -> list[int]:
+        plans.keep(n, made[n])
+        return list(plans._plans)
+
+    for n in range(3):
+        keep(n)
+    for n in (2, 1):  # the order of uses is not kept
+        assert plans.get(n) is made[n]
+    assert keep(3) == [1, 2, 3]
+    assert keep(4) == [1, 2, 4]  # that of 1 and 2; 3 was never used
+    for n in (1, 2, 4):
+        plans.get(n)
+    assert keep(5) == [2, 4, 5]  # all were used: the oldest, and never the new one
+    assert keep(0) == [4, 5, 0]
+    assert plans.get(1) is None and plans.get(0) is made[0]
+
+
 def in_threads(work: Callable[[int], None], count: int = 8) -> None:
     """Run `work` in threads that take turns often; an error in one is raised here."""
     start, errors = threading.Barrier(count), []
@@ -858,6 +908,141 @@ def test_maps_in_many_threads(memory: Memory) -> None:
 
     in_threads(work)
     assert store.slabs <= 3
+
+
+# ---- maps that stay for ever ----
+
+
+def group(
+    monkeypatch: pytest.MonkeyPatch, store: tensor_map.Store, count: int = 2
+) -> tensor_map.Group:
+    """Of the first arrays' maps, which differ in their boxes."""
+    monkeypatch.setattr(tensor_map, "_stores", {0: store})
+    return tensor_map.Group([BOXES._replace(box=(n + 1, 64)) for n in range(count)])
+
+
+def test_a_group_finds_the_maps_of_its_arrays(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tensor_map.Store(memory, 8)
+    maps = group(monkeypatch, store)
+    first = maps.find((16, 32), 0)
+    assert first.addresses == tuple(one.address for one in first.maps)
+    assert [memory.words[place] for place in first.addresses] == [16, 32]
+    assert [one.boxes.box for one in first.maps] == [(1, 64), (2, 64)]
+    assert maps.find((16, 32), 0).addresses == first.addresses
+    other = maps.find((32, 16), 0)
+    assert [memory.words[place] for place in other.addresses] == [32, 16]
+    assert not {*first.addresses} & {*other.addresses}
+
+
+def test_the_driver_is_asked_once_and_then_no_more(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Memory, "capturing", lambda _, stream: asked.append(stream))
+    maps = group(monkeypatch, tensor_map.Store(memory, 8), 3)
+    for stream in (5, 6, 7):
+        maps.find((16, 32, 48), stream)
+    assert asked == [5]
+
+
+def test_maps_that_are_not_asked_about_are_never_written_anew(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph may have them: the driver was not asked whether the stream is captured."""
+    store = tensor_map.Store(memory, 8, staying=4)
+    maps = group(monkeypatch, store)
+    found = [maps.find((n, n + 1), 0).addresses for n in (0, 10)]
+    memory.captured = {7}
+    assert [maps.find((n, n + 1), 7).addresses for n in (0, 10)] == found
+    memory.captured = set()
+    del maps
+    for address in range(100, 200):
+        store.find(address, BOXES, 0)
+    assert [[memory.words[x] for x in places] for places in found] == [[0, 1], [10, 11]]
+
+
+def test_beyond_the_maps_that_stay_a_capture_is_asked_about(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tensor_map.Store(memory, 8, staying=3)  # one group of two, and not a part of another
+    maps = group(monkeypatch, store)
+    maps.find((0, 1), 0)
+    before = maps.find((10, 11), 0).addresses
+    assert len(store._stay) == 2 and len(maps._stay) == 1
+    memory.captured = {7}
+    assert maps.find((10, 11), 7).addresses == before
+    memory.captured = set()
+    for address in range(100, 200):
+        maps.find((address, address), 0)
+    assert [memory.words[place] for place in before] == [10, 11]
+    assert len(store._stay) == 4 and len(maps._stay) == 1 and store.slabs == 1
+
+
+def test_a_map_that_stays_counts_once(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tensor_map.Store(memory, 8, staying=3)
+    maps = group(monkeypatch, store)
+    for pair in ((0, 1), (0, 11), (0, 12), (0, 1)):
+        maps.find(pair, 0)
+    assert set(maps._stay) == {(0, 1), (0, 11)} and len(store._stay) == 3
+
+
+def test_the_others_have_room_beside_the_maps_that_stay(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each few of them would wait for the device."""
+    store = tensor_map.Store(memory, 16, staying=15)
+    maps = group(monkeypatch, store, 1)
+    for address in range(15):
+        maps.find((address,), 0)
+    assert (store.slabs, memory.waits) == (1, 0)
+    for address in range(100, 117):
+        store.find(address, BOXES, 0)
+    assert (store.slabs, memory.waits) == (2, 0)
+    for address in range(200, 280):
+        store.find(address, BOXES, 0)
+    assert store.slabs == 2 and memory.waits <= 80 // 8 + 1
+
+
+def test_maps_of_a_group_are_held_while_it_makes_the_others(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the second map is not the memory of the first."""
+    store = tensor_map.Store(memory, 2, staying=0)
+    maps = group(monkeypatch, store, 3)
+    for n in range(20):
+        found = maps.find((n, n + 100, n + 200), 0)
+        assert [memory.words[place] for place in found.addresses] == [n, n + 100, n + 200]
+    assert store.slabs <= 3
+
+
+def test_a_group_keeps_so_many(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_map, "GROUPS", 4)
+    maps = group(monkeypatch, tensor_map.Store(memory, 64))
+    for a in range(6):
+        for b in range(6):  # 36 pairs of 12 maps
+            found = maps.find((a, b), 0)
+            assert [memory.words[place] for place in found.addresses] == [a, b]
+            assert len(maps._stay) <= 4
+    assert len(memory.words) == 12
+
+
+def test_groups_in_many_threads(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few that stay and little room, each sees its own maps."""
+    monkeypatch.setattr(tensor_map, "GROUPS", 3)
+    store = tensor_map.Store(memory, 8, staying=6)
+    maps = group(monkeypatch, store)
+
+    def work(n: int) -> None:
+        for i in range(200):
+            pair = (i * (n + 3)) % 11, (i * (n + 5)) % 7
+            held = maps.find(pair, 0)
+            for _ in range(3):
+                assert tuple(memory.words[place] for place in held.addresses) == pair
+
+    in_threads(work)
+    assert len(store._stay) <= 6 and len(maps._stay) <= 3 + 8
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Plans on a GPU: the same bits, whatever the addresses, streams, threads, devices and graphs."""
 
+import contextlib
 import statistics
 import sys
 import threading
@@ -202,6 +203,26 @@ def test_a_gradient_is_refused_on_a_replay(torch: Any, replayed: list[Any], name
     with torch.inference_mode():
         api.attention(**arguments)
     assert len(replayed) == 2
+
+
+def test_new_tensors_of_a_replay_are_as_of_the_first_call(torch: Any, replayed: list[Any]) -> None:
+    """Whatever the strides of q: they are not handed on."""
+    wide = torch.randn(2, 33, 4, 64, device="cuda")
+    three = [wide.transpose(1, 2)] * 3
+    for context in (contextlib.nullcontext, torch.inference_mode, torch.no_grad):
+        with context():
+            first, again = (api.attention(*three, return_lse=True) for _ in range(2))
+            for a, b in zip(first, again, strict=True):
+                assert (a.shape, a.stride(), a.dtype, a.device) == (
+                    b.shape,
+                    b.stride(),
+                    b.dtype,
+                    b.device,
+                )
+                assert b.is_contiguous() and not b.requires_grad
+                assert a.is_inference() == b.is_inference() == torch.is_inference_mode_enabled()
+                assert a.data_ptr() != b.data_ptr() and b.storage_offset() == 0
+    assert len(replayed) == 5
 
 
 def test_an_overlap_is_refused_on_a_replay(library: Library, replayed: list[Any]) -> None:
@@ -455,6 +476,26 @@ def test_maps_are_made_while_a_stream_is_captured(
     assert [_read(place) for place in places] == [_encoded(start + 256 * n) for n in range(6)]
 
 
+def test_maps_of_a_group_stay(
+    cp: Any, store: tensor_map.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group found may be captured without being asked about, and is not written anew."""
+    monkeypatch.setattr(tensor_map, "_stores", {BOXES.device: store})
+    memory = cp.zeros(1 << 16, cp.uint8)
+    start = memory.data.ptr
+    maps = tensor_map.Group([BOXES, BOXES])
+    pair = start, start + 256
+    found = maps.find(pair, 0).addresses
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        assert maps.find(pair, stream.ptr).addresses == found
+        stream.end_capture()
+    for n in range(2, 60):
+        store.find(start + 256 * n, BOXES, 0)
+    assert [_read(place) for place in found] == [_encoded(place) for place in pair]
+
+
 def test_a_hit_costs_about_a_microsecond(cp: Any, store: tensor_map.Store) -> None:
     memory = cp.zeros(1 << 12, cp.uint8)
     store.find(memory.data.ptr, BOXES, 0)
@@ -504,3 +545,26 @@ def test_host_cost(library: Library, replayed: list[Any], method: str) -> None:
     assert len(replayed) == 2009
     if method == "fa2":
         assert microseconds < 40
+
+
+@pytest.mark.alone
+def test_host_cost_with_tensor_maps(library: Library, replayed: list[Any]) -> None:
+    """As `test_host_cost`, of fa3: its maps were found by the first replay."""
+    from fa2_numba.launch import compute_capability
+
+    if compute_capability(0) != (9, 0):
+        pytest.skip("fa3 needs compute capability 9.0")
+    three = library.qkv((1, 8, 8, 128, 128, 128), "float16", 0)
+    for _ in range(10):
+        api.attention(*three, causal=True, method="fa3")
+    library.synchronize()
+    times = []
+    for n in range(2000):
+        begin = time.perf_counter_ns()
+        api.attention(*three, causal=True, method="fa3")
+        times.append(time.perf_counter_ns() - begin)
+        if n % 100 == 99:
+            library.synchronize()
+    microseconds = statistics.median(times) / 1e3
+    print(f"{library.name}, fa3: {microseconds:.1f} us a call")
+    assert len(replayed) == 2009 and microseconds < 40
