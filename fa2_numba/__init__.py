@@ -16,12 +16,14 @@ _HOME = {
     "Measurement": "api",
     "Trace": "api",
     "METHODS": "api",
+    "PORTABLE": "api",
     "Tiling": "tiling",
     "Traffic": "traffic",
     "masking": "masking",
 }
 __all__ = [
     "METHODS",
+    "PORTABLE",
     "Measurement",
     "Tiling",
     "Trace",
@@ -35,7 +37,16 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fa2_numba import masking
-    from fa2_numba.api import METHODS, Measurement, Trace, attention, measure, predict, trace
+    from fa2_numba.api import (
+        METHODS,
+        PORTABLE,
+        Measurement,
+        Trace,
+        attention,
+        measure,
+        predict,
+        trace,
+    )
     from fa2_numba.tiling import Tiling
     from fa2_numba.traffic import Traffic
 

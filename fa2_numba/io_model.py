@@ -820,7 +820,8 @@ def theta(method: str, N: int, d: int, M: int) -> Fraction:
     """The order of accesses to HBM, Theorem 2 of Dao et al. (2022): the expression in its Theta.
 
     With M elements of on-chip memory, d <= M <= N d: standard attention Theta(N d + N^2),
-    FlashAttention Theta(N^2 d^2 / M). FlashAttention-2 (Dao 2023) claims no other order.
+    FlashAttention Theta(N^2 d^2 / M). FlashAttention-2 (Dao 2023) and -3 claim no
+    other order.
 
     At fixed M both grow as N^2; they differ by d^2 / M. Of FlashAttention-2, the stores, the loads
     of Q and the memory are linear in N.
@@ -901,7 +902,7 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
     Raises
     ------
     ValueError
-        Another mask, or no number of blocks for a kernel.
+        Another mask or method, or no number of blocks for a kernel.
 
     Notes
     -----
@@ -911,6 +912,8 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
     Stores are what has to arrive. A counter of DRAM writes does not show them: at the end of a
     kernel dirty lines are still in L2.
     """
+    if problem.method not in STREAMING:
+        raise ValueError(f"method: got {problem.method}, accepted: {', '.join(STREAMING)}")
     W = {name: slots.get(name, 0) for name in STREAMING[problem.method]}
     if any(blocks < 1 for blocks in W.values()):
         raise ValueError(f"slots: got {dict(slots)}, accepted: 1 block or more of {', '.join(W)}")

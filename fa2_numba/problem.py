@@ -13,6 +13,7 @@ from fa2_numba.masking import Mask, Score, none, unchanged
 from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
 
 METHODS = ("standard", "fa1", "fa2", "fa3")
+PORTABLE = ("standard", "fa1", "fa2")  # those for every GPU, every dtype and the simulator
 ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
 
 

@@ -20,7 +20,7 @@ from fa2_numba import io_model, masking, simulator, traffic
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import Mask, Score
-from fa2_numba.problem import METHODS, Layout, Problem
+from fa2_numba.problem import PORTABLE, Layout, Problem
 from fa2_numba.tiling import Tiling, acc_bytes
 
 LAUNCH = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
@@ -169,7 +169,7 @@ def cases(draw: Any) -> Case:
         kind = draw(st.just("contiguous") | st.sampled_from(kinds))
         places.append((name, kind, pick(0, 0, 1, 2, 4, 8, 16)))
     return Case(
-        pick(*METHODS), pick(*DTYPES), tiling,
+        pick(*PORTABLE), pick(*DTYPES), tiling,
         pick(1, 2), pick(1, 2), pick(1, 2, 3),
         length(tiling.B_r), length(tiling.B_c), pick(1, 3, 4, 5, 8, 12),
         pick(*MASKS), pick("", "", "softcap", "alibi", "softcap alibi"),
@@ -262,7 +262,7 @@ def test_counted_is_predicted(case: Case) -> None:
 
 @on_the_simulator
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 @pytest.mark.parametrize("mask", ["boolean bhqk", "skip & documents b & boolean hk"])
 def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mask: str) -> None:
     case = Case(method, dtype, B=2, H_k=2, N_q=9, N_k=12, mask=mask, score="alibi")
@@ -270,7 +270,7 @@ def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mas
     assert traffic.differences(counted, io_model.predict(problem)) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 @pytest.mark.parametrize("empty", ["B", "H_k", "N_q"])
 def test_nothing_moves_without_rows(method: str, empty: str) -> None:
     for mask in ("none", "skip", "documents", "custom", "boolean bhqk"):
@@ -333,7 +333,7 @@ def test_walking_the_warps_of_fa2_gives_the_same() -> None:
 # --- at the size of a figure ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -369,7 +369,7 @@ def plain_problems(draw: Any) -> Problem:
     H_k = draw(pick((1, 2)))
     mask = draw(pick((masking.none(), masking.causal(), masking.causal_skip())))
     sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, draw(st.integers(1, 128)))
-    return Problem(draw(pick(METHODS)), draw(pick(tuple(DTYPES))), *sizes, tiling, mask)
+    return Problem(draw(pick(PORTABLE)), draw(pick(tuple(DTYPES))), *sizes, tiling, mask)
 
 
 @forall(200, plain_problems())
@@ -421,8 +421,9 @@ def test_theorem_2_and_the_bounds() -> None:
     for M in (d - 1, N * d + 1):
         with pytest.raises(ValueError, match="M: got"):
             io_model.theta("fa2", N, d, M)
-    with pytest.raises(ValueError, match="method: got 'fa3'"):
-        io_model.theta("fa3", N, d, d)
+    with pytest.raises(ValueError, match="method: got 'fa4'"):
+        io_model.theta("fa4", N, d, d)
+    assert io_model.theta("fa3", N, d, d * d) == io_model.theta("fa2", N, d, d * d)
 
 
 def test_fa1_follows_the_theorem() -> None:
