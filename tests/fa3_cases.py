@@ -9,7 +9,8 @@ from typing import Any
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 TINY = {"bf16": 0.0, "fp16": 2.0**-25}  # half the smallest number: P~ and O may be below it
-FP32 = 2.0**-21  # 8 units of roundoff: exp2 and a dot product that truncates (see `allowed`)
+FP32 = 2.0**-21  # 8 units of roundoff, for exp2, scale, division and log
+STEP = 2.0**-23  # of each 16 products that the tensor cores add, which truncates the sum
 SIGMAS = 2.0  # of a sum of roundings, whose own size is at most 0.58 u
 
 
@@ -109,8 +110,9 @@ def allowed(
     A = sum_j p_j |v_j|; and as the roundings of the keys are independent, its typical size is
     below ``u sqrt(sum_j p_j^2 v_j^2 + O^2)``. p~ below the smallest fp16 add `TINY` |v_j| each.
 
-    In fp32, a score errs by `FP32` times ``8 + scale |q| . |k|``; p by the same, relatively, O by
-    that times ``A + |O|``, and the LSE by it alone.
+    In fp32, a score errs by ``8 FP32 + (FP32 + d / 16 STEP) scale |q| . |k|`` at most; p by the
+    same, relatively, O by that times ``A + |O|``, and the LSE by it alone. The sum of P V itself
+    errs by ``N_k / 16 STEP A`` at most, and by far less where signs differ.
     """
     u, tiny = UNIT_ROUNDOFF[dtype], TINY[dtype]
     group = q.shape[1] // k.shape[1]
@@ -118,7 +120,8 @@ def allowed(
     K, V = K.repeat_interleave(group, 1), V.repeat_interleave(group, 1)
     S = scale * (Q @ K.mT)
     inner = abs(scale) * (Q.abs() @ K.abs().mT)
-    inner = FP32 * (8 + inner.masked_fill(~visible, 0).amax(-1, keepdim=True))
+    inner = inner.masked_fill(~visible, 0).amax(-1, keepdim=True)
+    inner = 8 * FP32 + (FP32 + -(-q.shape[3] // 16) * STEP) * inner
     if softcap:
         S = softcap * torch.tanh(S / softcap)
     S = S.masked_fill(~visible, -math.inf)
@@ -135,7 +138,7 @@ def allowed(
     return Expected(
         O,
         lse,
-        1.01 * u * (A + O.abs()) + rounding,
+        1.01 * u * (A + O.abs()) + rounding + -(-k.shape[2] // 16) * STEP * A,
         (u**2) * (squares + O * O) + rounding**2,
         inner[..., 0] + FP32 * lse.abs().nan_to_num(posinf=0),
     )
