@@ -26,7 +26,7 @@ from fa2_numba.accounting import cycles
 from fa2_numba.accounting.bench import take_turns
 from fa2_numba.accounting.cycles import Cost
 from fa2_numba.clock import Timeline
-from fa2_numba.problem import METHODS
+from fa2_numba.problem import PORTABLE
 
 TOKENS, HIDDEN = 16384, 2048
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -100,7 +100,7 @@ def rows(
     """A row for each configuration, predicted and measured; `rate` is that of a copy."""
     found = []
     for d, causal, n in itertools.product(HEAD_DIMS, CAUSAL, sizes):
-        calls = {m: random_call(m, TOKENS // n, HIDDEN // d, n, n, d, causal) for m in METHODS}
+        calls = {m: random_call(m, TOKENS // n, HIDDEN // d, n, n, d, causal) for m in PORTABLE}
         times = take_turns([c.run for c in calls.values()], rounds)
         for (method, ready), measured in zip(calls.items(), times, strict=True):
             costs, slopes = calibration[method, d]
@@ -143,11 +143,11 @@ def main() -> int:
     started = time.perf_counter()
     about = environment()
     variants = [(False, False), (True, False), (False, True)]  # (causal, timed)
-    compile_ahead(small, [(m, d, *v) for m in METHODS for d in HEAD_DIMS for v in variants])
+    compile_ahead(small, [(m, d, *v) for m in PORTABLE for d in HEAD_DIMS for v in variants])
     compiled = time.perf_counter() - started
     SMs = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
     clock_before = nvidia_smi("clocks.sm")[0]
-    calibration = {(m, d): calibrate(m, d, SMs) for m in METHODS for d in HEAD_DIMS}
+    calibration = {(m, d): calibrate(m, d, SMs) for m in PORTABLE for d in HEAD_DIMS}
     rate = copy_rate()
     found = rows(options.sizes, options.rounds, calibration, SMs, rate)
     predicted = [r["predicted_ms"] for r in found]
@@ -189,7 +189,7 @@ def main() -> int:
                 ),
                 4,
             )
-            for m in METHODS
+            for m in PORTABLE
         },
         "rows": found,
         "seconds": {

@@ -118,7 +118,7 @@ def main() -> None:
         "host_microseconds_per_call": host_costs(),
         "tilings": {
             f"{method} d={d}": str(choose(d, "fp32", method, limit))
-            for method in fa2_numba.METHODS
+            for method in fa2_numba.PORTABLE
             for d in (64, 128)
         },
         "rows": [],

@@ -21,6 +21,7 @@ _HOME = {
     "Measurement": "api",
     "Trace": "api",
     "METHODS": "api",
+    "PORTABLE": "api",
     "Tiling": "tiling",
     "Traffic": "traffic",
     "masking": "masking",
@@ -28,6 +29,7 @@ _HOME = {
 __all__ = [
     "METHODS",
     "METHODS_BACKWARD",
+    "PORTABLE",
     "BackwardMeasurement",
     "Measurement",
     "Tiling",
@@ -45,7 +47,16 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fa2_numba import masking
-    from fa2_numba.api import METHODS, Measurement, Trace, attention, measure, predict, trace
+    from fa2_numba.api import (
+        METHODS,
+        PORTABLE,
+        Measurement,
+        Trace,
+        attention,
+        measure,
+        predict,
+        trace,
+    )
     from fa2_numba.backward import (
         METHODS_BACKWARD,
         BackwardMeasurement,

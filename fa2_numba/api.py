@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fa2_numba import arrays, io_model, masking, plan, simulator, tensor_map
+from fa2_numba import arrays, io_model, masking, plan, problem, simulator, tensor_map
 from fa2_numba.clock import Timeline
 from fa2_numba.kernels import fa1, fa2, fa3, standard, tile_map
 from fa2_numba.launch import (
@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[[Problem, Operands], None]] = {
     "fa2": fa2.launch,
     "fa3": fa3.launch,
 }
+PORTABLE = {name: METHODS[name] for name in problem.PORTABLE}  # for every GPU and the simulator
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SIMULATED_TILING = Tiling(16, 16, 4, 8)  # one warp a block: the simulator runs it fastest

@@ -401,9 +401,9 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
-    from fa2_numba.accounting.tables import METHODS
+    from fa2_numba.problem import PORTABLE
 
-    return (arguments.method,) if arguments.method else METHODS
+    return (arguments.method,) if arguments.method else PORTABLE
 
 
 def _run(experiment: "Experiment", errors: "Console") -> Any:
@@ -496,10 +496,10 @@ def _cases(arguments: argparse.Namespace) -> list["Case"]:
     """What `verify` runs: the grid, or one shape."""
     from fa2_numba.accounting import shapes, verify
     from fa2_numba.accounting.hardware import Case
-    from fa2_numba.accounting.tables import METHODS
+    from fa2_numba.problem import PORTABLE
 
     given = arguments
-    methods = given.method or METHODS
+    methods = given.method or PORTABLE
     if given.grid:
         for name in ("n", "d", "dtype", "causal"):
             if getattr(given, name) is not None:

@@ -1035,7 +1035,8 @@ def theta(method: str, N: int, d: int, M: int) -> Fraction:
     """The order of accesses to HBM, Theorem 2 of Dao et al. (2022): the expression in its Theta.
 
     With M elements of on-chip memory, d <= M <= N d: standard attention Theta(N d + N^2),
-    FlashAttention Theta(N^2 d^2 / M). FlashAttention-2 (Dao 2023) claims no other order.
+    FlashAttention Theta(N^2 d^2 / M). FlashAttention-2 (Dao 2023) and -3 claim no
+    other order.
 
     At fixed M both grow as N^2; they differ by d^2 / M. Of FlashAttention-2, the stores, the loads
     of Q and the memory are linear in N.
@@ -1116,7 +1117,7 @@ def dram(problem: Problem, slots: Mapping[str, int], cache: int = 0) -> Moved:
     Raises
     ------
     ValueError
-        Another mask, no number of blocks for a kernel, or a method of the backward pass.
+        Another mask or method, or no number of blocks for a kernel.
 
     Notes
     -----

@@ -19,6 +19,7 @@ METHODS_BACKWARD = (
     "fa2_backward",
     "fa2_backward_deterministic",
 )
+PORTABLE = ("standard", "fa1", "fa2")  # those for every GPU, every dtype and the simulator
 ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
 
 

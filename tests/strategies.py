@@ -445,7 +445,7 @@ def free_kernels(draw: Any) -> Kernel:
         fitting = [
             t
             for t in (*SMALL_TILINGS, Tiling(32, 32, 8, 16), Tiling(64, 64, 8, 16))
-            if all(t.fits(d, dtype, m, limit) for dtype in DTYPES for m in api.METHODS)
+            if all(t.fits(d, dtype, m, limit) for dtype in DTYPES for m in api.PORTABLE)
         ]
         tiling = draw(st.none() | st.sampled_from(fitting))
     return Kernel(

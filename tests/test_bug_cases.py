@@ -46,7 +46,7 @@ WAITING = {
 
 ONE_WARP = SMALL_TILINGS[0]  # 4 rows, 8 keys
 SMALLER = SMALL_TILINGS[1]  # 4 rows, 4 keys
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 
 
 def report(name: str) -> Any:

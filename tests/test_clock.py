@@ -25,7 +25,7 @@ from fa2_numba.clock import LONGEST, MAX_PHASES, PhaseClock, Timeline
 from fa2_numba.tile import LOADS_IN_FLIGHT
 from fa2_numba.tiling import Tiling, ceil_div
 
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 on_simulator = pytest.mark.skipif(
     not simulator.ACTIVE, reason="runs on the simulator: NUMBA_ENABLE_CUDASIM=1"
 )
@@ -269,7 +269,7 @@ def test_a_table_of_phases(method: str) -> None:
 @on_simulator
 def test_a_table_without_blocks() -> None:
     q, k = np.zeros((0, 4), np.float32), np.zeros((5, 4), np.float32)
-    for method in api.METHODS:
+    for method in api.PORTABLE:
         found = timing.time_phases(q, k, k, method=method, repeats=1)
         assert all(row.cycles == row.share == row.visits == 0 for row in found.rows)
         assert all(kernel.alignment is None and kernel.plain is None for kernel in found.kernels)

@@ -82,6 +82,7 @@ class Code:
     local: int
     threads: int
     code_bytes: int
+    log: str  # what ptxas says
 
     @property
     def opcodes(self) -> list[str]:
@@ -111,7 +112,8 @@ def compile_kernel(kernel: Any, types: tuple[Any, ...], threads: int, folder: Pa
     use = say("cuobjdump", "-res-usage")
     numbers = (int(re.search(rf"{n}:(\d+)", use)[1]) for n in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
     name, size = kernel.py_func.__name__, launch.machine_code_bytes(code)
-    return Code(name, tuple(lines), *numbers, threads, size)
+    log = compiled._codelibrary.get_linkerinfo((9, 0, "a"))
+    return Code(name, tuple(lines), *numbers, threads, size, log)
 
 
 class Compiled(Operands):
@@ -201,7 +203,7 @@ def assert_clean(codes: list[Code], dtype: str, adds: str = "") -> None:
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_plain_kernels(compiled: Any, method: str, dtype: str) -> None:
     assert_clean(compiled(method, dtype, 64), dtype)
 
@@ -292,7 +294,7 @@ def test_score_changes_of_the_backward_pass(compiled: Any, score: str) -> None:
 # ---- how memory is moved ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 @pytest.mark.parametrize("d", [64, 128])
 def test_fp32_moves_16_bytes_at_once(compiled: Any, method: str, d: int) -> None:
     loads = {
@@ -399,7 +401,7 @@ def test_score_changes(compiled: Any, score: str) -> None:
 # ---- counting is an argument type -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*api.METHODS, *backward.METHODS_BACKWARD])
+@pytest.mark.parametrize("method", [*api.PORTABLE, *backward.METHODS_BACKWARD])
 def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -> None:
     """The same SASS before and after the counted kernels were compiled from the same source."""
     what: Any = ("fp32", 16, Tiling(8, 8, 4, 8))  # small, to compile quickly
@@ -433,7 +435,7 @@ def test_code_is_as_long_as_its_instructions(compiled: Any) -> None:
 CLOCK = "CS2R.*SR_CLOCKLO|S2UR.*SR_CLOCKLO"
 
 
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_plain_kernels_read_no_clock(compiled: Any, method: str) -> None:
     for code in compiled(method, "fp32", 64):
         assert not [x for x in code.instructions if re.search("SR_(CLOCK|GLOBALTIMER|SMID)", x)]

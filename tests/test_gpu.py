@@ -22,7 +22,7 @@ from fa2_numba.tiling import Tiling
 
 pytestmark = pytest.mark.gpu
 
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 one_worker = pytest.mark.xdist_group("memory")  # tests of many GB one after the other
 
 

@@ -29,7 +29,7 @@ from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
 
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 CANARY = 0xA5  # a byte of canaries; poison is 0xFF, which is NaN in every format
 TILING = SMALL_TILINGS[1] if simulator.ACTIVE else Tiling(16, 16, 4, 8)
 
@@ -194,7 +194,7 @@ def test_workspaces_are_written_before_read_and_stay_in_bounds(
     for name, element in (("O", storage), ("L", acc)):
         operands[name] = allocate(problem.layout(name).shape, element)[0]
     scale = case.scale if case.scale is not None else case.kernel.d**-0.5
-    api.METHODS[method](problem, Operands(problem, operands, allocate, 0, scale, counted=False))
+    api.PORTABLE[method](problem, Operands(problem, operands, allocate, 0, scale, counted=False))
 
     for holder, size in held:
         memory = backend.to_host(holder)

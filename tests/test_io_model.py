@@ -20,7 +20,7 @@ from fa2_numba import backward, io_model, masking, simulator, traffic
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import Mask, Score
-from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
+from fa2_numba.problem import METHODS_BACKWARD, PORTABLE, Layout, Problem
 from fa2_numba.tiling import Tiling, acc_bytes
 
 LAUNCH: dict[str, Any] = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
@@ -278,7 +278,7 @@ def test_counted_is_predicted_backward(case: Case) -> None:
 
 @on_the_simulator
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("method", [*METHODS, *METHODS_BACKWARD])
+@pytest.mark.parametrize("method", [*PORTABLE, *METHODS_BACKWARD])
 @pytest.mark.parametrize("mask", ["boolean bhqk", "skip & documents b & boolean hk"])
 def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mask: str) -> None:
     case = Case(method, dtype, B=2, H_k=2, N_q=9, N_k=12, mask=mask, score="alibi")
@@ -295,7 +295,7 @@ def test_without_rows_the_gradients_of_keys_are_still_written(method: str) -> No
         assert io_model.predict(replace(Case(method), **{empty: 0}).problem()) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 @pytest.mark.parametrize("empty", ["B", "H_k", "N_q"])
 def test_nothing_moves_without_rows(method: str, empty: str) -> None:
     for mask in ("none", "skip", "documents", "custom", "boolean bhqk"):
@@ -358,7 +358,7 @@ def test_walking_the_warps_of_fa2_gives_the_same() -> None:
 # --- at the size of a figure ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*METHODS, *METHODS_BACKWARD])
+@pytest.mark.parametrize("method", [*PORTABLE, *METHODS_BACKWARD])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -486,8 +486,9 @@ def test_theorem_2_and_the_bounds() -> None:
     for M in (d - 1, N * d + 1):
         with pytest.raises(ValueError, match="M: got"):
             io_model.theta("fa2", N, d, M)
-    with pytest.raises(ValueError, match="method: got 'fa3'"):
-        io_model.theta("fa3", N, d, d)
+    with pytest.raises(ValueError, match="method: got 'fa4'"):
+        io_model.theta("fa4", N, d, d)
+    assert io_model.theta("fa3", N, d, d * d) == io_model.theta("fa2", N, d, d * d)
 
 
 def test_fa1_follows_the_theorem() -> None:

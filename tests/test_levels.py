@@ -14,7 +14,7 @@ from fa2_numba import io_model, masking, simulator
 from fa2_numba.accounting import hardware, levels, plots
 from fa2_numba.io_model import STREAMING, closed_form, compulsory, dram, predict, total
 from fa2_numba.kernels import standard
-from fa2_numba.problem import METHODS, Problem
+from fa2_numba.problem import PORTABLE, Problem
 from fa2_numba.tiling import DTYPE_BYTES, Tiling
 from fa2_numba.traffic import COLUMNS
 
@@ -32,7 +32,7 @@ simulated = pytest.mark.skipif(
 
 
 @st.composite
-def problems(draw, methods=METHODS, causal=(False, True)):
+def problems(draw, methods=PORTABLE, causal=(False, True)):
     """Small problems: ragged lengths, grouped heads, more rows than keys and fewer."""
     method = draw(st.sampled_from(methods))
     mask = masking.causal() if draw(st.sampled_from(causal)) else masking.none()
@@ -209,12 +209,18 @@ def test_the_softmax_of_the_model_is_the_kernels():
     assert io_model.SOFTMAX_ROWS == standard.SOFTMAX_WARPS
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 @pytest.mark.parametrize("slots", [{}, {"fa3": 4}, all_slots(0)])
 def test_blocks_in_flight_are_asked_for_by_name(method, slots):
     p = Problem(method, "fp32", 1, 1, 1, 8, 8, 4, T)
     with pytest.raises(ValueError, match=f"slots: got .*{STREAMING[method][0]}"):
         dram(p, slots)
+
+
+def test_a_method_without_a_model_is_refused():
+    p = Problem("fa3", "bf16", 1, 1, 1, 8, 8, 4, Tiling(128, 128, 64, 4))
+    with pytest.raises(ValueError, match="method: got fa3, accepted: standard, fa1, fa2"):
+        dram(p, {"fa3": 1})
 
 
 def test_a_mask_without_a_closed_form_is_refused():
@@ -368,7 +374,7 @@ def test_levels_are_read_for_all_problems_in_one_run(monkeypatch):
 
 
 @simulated
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PORTABLE)
 def test_the_kernels_that_the_model_names_are_launched(method):
     launches = levels.launched(levels.problem(method, True, 8, T, d=4))
     assert set(STREAMING[method]) <= {launch.kernel for launch in launches}

@@ -25,7 +25,7 @@ from strategies import (
 from fa2_numba import api, masking, reference, simulator
 from fa2_numba.tiling import Tiling
 
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 
 # On a GPU each kernel costs seconds to compile, so the relations between sizes share two kernels.
 TILING = SMALL_TILINGS[1] if simulator.ACTIVE else Tiling(16, 16, 4, 8)

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import strategies as st
 from strategies import forall
 
-from fa2_numba import api, arrays, launch, masking, plan, simulator, tensor_map
+from fa2_numba import api, arrays, hbm, launch, masking, plan, simulator, tensor_map
 from fa2_numba.accounting.launches import watched
 from fa2_numba.problem import Layout, Problem
 from fa2_numba.tiling import Tiling
@@ -264,7 +264,7 @@ def machine() -> Iterator[Machine]:
 
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 
 
 def qkv(m: Machine, family: str, dtype: str = "float32", n: int = 9, d: int = 16) -> list[Any]:
@@ -1166,9 +1166,22 @@ def test_maps_are_found_for_each_call(
     assert len(memory.words) == 2 * 4
 
 
-def test_boxes_of_a_counted_array() -> None:
-    tiling = Tiling(16, 16, 4, 8)
-    problem = Problem("fa2", "fp16", 1, 1, 1, 64, 64, 64, tiling)
-    A = launch.Operands(problem, {}, None, 0, 1.0, counted=True)
-    with pytest.raises(NotImplementedError, match=r"^K: boxes of a counted array"):
-        A.boxes("K", (1, 1, 64, 64), "load K_j, V_j")
+def test_boxes_of_a_counted_array(
+    machine: Machine, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same map as of the plain array, and the array's tally."""
+    from numba import cuda
+
+    monkeypatch.setattr(tensor_map, "_stores", {0: tensor_map.Store(memory, 64)})
+    monkeypatch.setattr(tensor_map, "simulator", SimpleNamespace(ACTIVE=False))
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0), raising=False)
+    problem = Problem("fa2", "fp16", 1, 1, 1, 64, 64, 64, Tiling(16, 16, 4, 8))
+    K = arrays.aligned_empty((1, 1, 64, 64), np.float16)
+    plain, counted = (
+        launch.Operands(problem, {"K": K}, None, 0, 1.0, counted=counted).boxes(
+            "K", (1, 1, 64, 64), "load K_j, V_j"
+        )
+        for counted in (False, True)
+    )
+    assert type(plain) is np.uint64 and isinstance(counted, hbm.CountedBoxes)
+    assert counted.address == plain and counted.counted.data is K

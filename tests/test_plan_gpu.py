@@ -19,7 +19,7 @@ from fa2_numba.problem import Layout
 
 pytestmark = pytest.mark.gpu
 
-every_method = pytest.mark.parametrize("method", api.METHODS)
+every_method = pytest.mark.parametrize("method", api.PORTABLE)
 SHAPES = [  # B, H, H_k, N_q, N_k, d
     (2, 4, 4, 128, 64, 64),
     (1, 8, 1, 33, 257, 64),
@@ -526,7 +526,7 @@ def test_boxes_of_operands(cp: Any, store: tensor_map.Store) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_host_cost(library: Library, replayed: list[Any], method: str) -> None:
     """Time to enqueue a tiny problem; the limit leaves room for slow processors."""
     three = library.qkv((1, 1, 1, 16, 16, 64), "float32", 0)

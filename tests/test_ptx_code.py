@@ -81,6 +81,13 @@ def packing(out):
     ptx.stmatrix_x4(ptx.smem_address(16 * cuda.laneid), out[4], out[5], out[6], out[7])
 
 
+def single_values(out):
+    x, y = float32(out[0]), float32(out[1])
+    out[2] = uint32(ptx.max_f32(x, y))
+    out[3] = uint32(ptx.rcp_approx_ftz_f32(x))
+    ptx.trap_if_negative(y)
+
+
 def registers_of_a_warpgroup(out):
     if cuda.threadIdx.x < 128:
         fewer()
@@ -111,6 +118,7 @@ def registers_of_a_warpgroup(out):
         (packing, {
             r"F2FP\.BF16\.F32\.PACK_AB": 1, r"F2FP\.F16\.F32\.PACK_AB": 1, r"STSM\.16\.M88\.4": 1,
         }),
+        (single_values, {r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1}),
         (registers_of_a_warpgroup, {
             r"USETMAXREG\.TRY_ALLOC": 1, r"USETMAXREG\.DEALLOC": 1, r"ELECT": 1,
         }),
@@ -127,6 +135,22 @@ def test_named_barriers_have_their_numbers(hopper: Path) -> None:
     assert re.fullmatch(r"BAR\.SYNC\S* 0x3, 0x100 ;", found[0])
     assert re.fullmatch(r"BAR\.ARV 0x4, 0x180 ;", found[1])
     assert re.fullmatch(r"BAR\.SYNC\S* R\d+, 0x80 ;", found[2])
+
+
+def test_a_copy_is_hidden_from_libnvvm(hopper: Path) -> None:
+    """3 + 4 is left to ptxas, which sees through the copy."""
+    from numba.cuda import dispatcher
+
+    def text(hide: Any) -> str:
+        def kernel(out):
+            out[0] = uint32(hide(np.int32(3)) + np.int32(4))
+
+        compiled = dispatcher._Kernel(kernel, (WORDS,), **cuda.jit(kernel).targetoptions)
+        return compiled._codelibrary.get_lto_ptx((9, 0, "a"))
+
+    adds = r"add\.s\d\d[^;]*, 4;"
+    assert re.search(adds, text(ptx.mov_b32))
+    assert not re.search(adds, text(cuda.jit(lambda x: x, device=True)))
 
 
 def test_arguments_are_counted(hopper: Path) -> None:

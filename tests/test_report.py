@@ -27,6 +27,7 @@ from fa2_numba.accounting.page import page as write_page
 from fa2_numba.accounting.proof import COUNTERS, LEVELS, PHASES, Proof, compile_ahead
 from fa2_numba.accounting.tables import Setting
 from fa2_numba.cli import main
+from fa2_numba.problem import PORTABLE
 from fa2_numba.tiling import Tiling
 from fa2_numba.traffic import COLUMNS
 
@@ -85,7 +86,7 @@ def folder(finished, tmp_path_factory):
 
 def test_every_method_ran_at_every_size_and_is_exact(finished):
     ran = {(c.method, c.mask, c.n_q) for c in finished.comparisons if c.experiment == "random"}
-    for method in tables.METHODS:
+    for method in PORTABLE:
         for mask in ("none", "causal"):
             assert {(method, mask, N) for N in (4, 8, 12)} <= ran
     assert ("fa2", "causal-skip", 8) in ran
@@ -494,7 +495,7 @@ def test_counters_that_agree_are_on_the_page_and_in_the_folder(finished, tmp_pat
     assert found.missing == {}
     # Of the grid, what the sweep's kernels can run, in its tiling.
     assert [(c.method, c.tiling) for c in found.cases] == [
-        (method, (4, 4, 4, 4)) for method in tables.METHODS
+        (method, (4, 4, 4, 4)) for method in PORTABLE
     ]
     page = Page(report.write(finished, tmp_path, found).read_text())
     assert {link for link in page.links if not link.startswith("#")} == {*FILES, VERIFY, TRACE}

@@ -275,3 +275,10 @@ def test_ptx_stand_ins() -> None:
     two = ptx.ex2_approx_ftz_f32(np.float32(1))
     assert (two, two.dtype) == (2, np.float32)
     assert ptx.ex2_approx_ftz_f32(np.float32(-np.inf)) == 0
+    quarter = ptx.rcp_approx_ftz_f32(np.float32(4))
+    assert (quarter, quarter.dtype) == (0.25, np.float32)
+    assert ptx.max_f32(np.float32(-2), np.float32(-3)) == np.float32(-2)
+    for pair in ((np.nan, -1), (-1, np.nan)):  # the number, as in the instruction
+        assert ptx.max_f32(*map(np.float32, pair)) == np.float32(-1)
+    assert ptx.mov_b32(np.int32(-7)) == -7
+    assert ptx.trap_if_negative(np.float32(0)) is None

@@ -134,7 +134,7 @@ def test_a_plain_access_is_counted(backend: Backend) -> None:
     assert backend.to_host(out).tolist() == list(range(32))
 
 
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_counting_changes_no_bit(backend: Backend, method: str) -> None:
     tiling = Tiling(8, 8, 4, 8) if simulator.ACTIVE else Tiling(16, 16, 4, 8)
     case = Case(Kernel(d=6, tiling=tiling), N_q=11, N_k=19)

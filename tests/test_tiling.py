@@ -24,7 +24,7 @@ from fa2_numba.tiling import (
 )
 
 LIMITS = {"H200": 232_448, "A100": 166_912, "RTX 4090": 101_376, "T4": 65_536}
-METHODS = problem.METHODS
+METHODS = problem.PORTABLE
 HEAD_DIMS = (1, 2, 3, 4, 8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 255, 256)
 
 

@@ -330,7 +330,7 @@ def test_a_trace_is_well_formed(seed: int, capacity: int | None) -> None:
 
 
 @on_simulator
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 @pytest.mark.parametrize("capacity", [0, 5, 600])
 def test_a_trace_of_the_simulator(method: str, capacity: int) -> None:
     rng = np.random.default_rng(0)
@@ -468,7 +468,7 @@ def test_the_command_writes_a_trace_and_a_figure(tmp_path: Any, capsys: Any) -> 
 
 
 @on_simulator
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_the_command_prints_rows_alone(
     tmp_path: Any, capsys: Any, monkeypatch: Any, method: str
 ) -> None:
@@ -538,7 +538,7 @@ def test_the_command_on_a_gpu(tmp_path: Any, capsys: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_a_trace_of_a_gpu(method: str) -> None:
     import cupy
 

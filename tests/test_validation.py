@@ -313,7 +313,7 @@ def test_out_over_an_input(name: str) -> None:
 
 
 @pytest.mark.skipif(not simulator.ACTIVE, reason="NumPy arrays: NUMBA_ENABLE_CUDASIM=1")
-@pytest.mark.parametrize("method", api.METHODS)
+@pytest.mark.parametrize("method", api.PORTABLE)
 def test_a_tiling_that_does_not_fit(method: str) -> None:
     tiling = Tiling(256, 256, 8, 32)
     need, limit = tiling.shared_bytes(D, "fp32", method), launch.shared_limit(None)

@@ -22,6 +22,7 @@ from fa2_numba.accounting import levels, tables
 from fa2_numba.accounting.fits import Fit, fit_exponent
 from fa2_numba.accounting.sweep import MILLION, Plan
 from fa2_numba.accounting.tables import DRAWN, Setting, Variant
+from fa2_numba.problem import PORTABLE
 from fa2_numba.tiling import DTYPE_BYTES
 from fa2_numba.traffic import Traffic
 
@@ -393,9 +394,7 @@ def causal_saving(rows: Rows, plan: Plan) -> Drawing | None:
     square = plan.setting.tiling.B_r % plan.setting.tiling.B_c == 0  # tiles end on the diagonal
     figure, axes = _figure(2, 3.1, sharey=True)
     _shares(axes[0], rows, plan, ("fa2",), tables.visited_tiles)
-    _shares(
-        axes[1], rows, plan, tables.METHODS, lambda r: dict(zip(*tables.over_N(r), strict=True))
-    )
+    _shares(axes[1], rows, plan, PORTABLE, lambda r: dict(zip(*tables.over_N(r), strict=True)))
     _tile_labels(axes[0], rows, plan)
     first = min(plan.sizes) // plan.setting.tiling.B_r
     for ax in axes:

@@ -17,9 +17,9 @@ from fa2_numba.accounting.hardware import Case, HardwareError
 from fa2_numba.accounting.launches import in_processes
 from fa2_numba.accounting.plots import length
 from fa2_numba.accounting.sweep import Sweep, free_pooled_memory
-from fa2_numba.accounting.tables import METHODS
 from fa2_numba.accounting.timing import PhaseTable
 from fa2_numba.accounting.verify import Verification
+from fa2_numba.problem import PORTABLE
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 COMPILING, SHARED, PHASES, COUNTERS, LEVELS = PARTS = (
@@ -100,7 +100,7 @@ class Proof:
         s = self.sweep.plan.setting
         return [
             replace(case, tiling=self._tiling)
-            for case in verify.grid(METHODS)
+            for case in verify.grid(PORTABLE)
             if (case.dtype, case.d, case.mask, case.window) == (s.dtype, s.d, "", None)
         ]
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from fa2_numba import masking
 from fa2_numba.accounting.exactness import Exactness, Expected, sample_rows
 from fa2_numba.accounting.inputs import DTYPES, Inputs, shipped
-from fa2_numba.accounting.tables import METHODS, Setting
+from fa2_numba.accounting.tables import Setting
 from fa2_numba.io_model import predict
-from fa2_numba.problem import ALLOCATION_ALIGNMENT, Problem
+from fa2_numba.problem import ALLOCATION_ALIGNMENT, PORTABLE, Problem
 from fa2_numba.tiling import Tiling, acc_bytes, choose
 from fa2_numba.traffic import Traffic, differences
 
@@ -304,7 +304,7 @@ def problem(method: str, causal: bool | str, N: int, setting: Setting) -> Proble
 def predicted_rows(plan: Plan) -> list[Traffic]:
     """Every curve of the plan."""
     rows = []
-    for method in METHODS:
+    for method in PORTABLE:
         for causal in (False, True):
             for N in plan.curve:
                 rows += predict(problem(method, causal, N, plan.setting))
@@ -484,7 +484,7 @@ def _growth(plan: Plan) -> Iterator[Experiment]:
     for N in plan.sizes:
         for causal in (False, True):
             data = _random_data(N, plan.setting.d, causal)
-            for method in METHODS:
+            for method in PORTABLE:
                 yield Experiment(method, data, plan.setting.tiling)
     data = _random_data(plan.tile_N, plan.setting.d, "skip")
     yield Experiment("fa2", data, plan.setting.tiling)
@@ -502,7 +502,7 @@ def _real(plan: Plan, inputs: list[Inputs]) -> Iterator[Experiment]:
     """Every method on each real input, with its mask."""
     for whole in inputs:
         data = real_data(cut(whole, plan.limits), {})
-        for method in METHODS:
+        for method in PORTABLE:
             yield Experiment(method, data, None)
 
 

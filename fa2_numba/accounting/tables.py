@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fa2_numba.accounting.fits import Fit, fit_exponent
+from fa2_numba.problem import PORTABLE
 from fa2_numba.tiling import DTYPE_BYTES, Tiling
 from fa2_numba.traffic import Traffic
 
@@ -36,8 +37,7 @@ class Variant:
         return f"{name} causal" if self.causal else name
 
 
-METHODS = ("standard", "fa1", "fa2")
-VARIANTS = tuple(Variant(m, causal) for causal in (False, True) for m in METHODS)
+VARIANTS = tuple(Variant(m, causal) for causal in (False, True) for m in PORTABLE)
 DRAWN = (Variant("standard"), Variant("fa1"), Variant("fa2"), Variant("fa2", True))
 
 

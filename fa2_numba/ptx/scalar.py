@@ -36,24 +36,6 @@ rcp_approx_ftz_f32 = instruction(
     lambda x: np.float32(1) / x,
 )
 
-mov_u32_f32 = instruction(
-    # "Data Movement and Conversion Instructions: mov". The bits.
-    "mov.b32 $0, $1;",
-    "=r,f",
-    "uint32",
-    ("float32",),
-    lambda x: np.float32(x).view(np.uint32),
-)
-
-mov_f32_u32 = instruction(
-    # "Data Movement and Conversion Instructions: mov". The number of these bits.
-    "mov.b32 $0, $1;",
-    "=f,r",
-    "float32",
-    ("uint32",),
-    lambda bits: np.uint32(bits).view(np.float32),
-)
-
 mov_b32 = instruction(
     # "Data Movement and Conversion Instructions: mov". A copy of which the compiler knows nothing.
     "mov.b32 $0, $1;",
