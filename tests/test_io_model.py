@@ -153,7 +153,7 @@ MASKS = (
 
 
 @st.composite
-def cases(draw: Any, methods: tuple[str, ...] = METHODS) -> Case:
+def cases(draw: Any, methods: tuple[str, ...] = PORTABLE) -> Case:
     """Any problem of up to 24 rows and keys: the simulator counts one in about 0.1 s."""
 
     def pick(*values: Any) -> Any:
@@ -166,7 +166,7 @@ def cases(draw: Any, methods: tuple[str, ...] = METHODS) -> Case:
 
     tiling = pick(*TILINGS)
     places = []
-    for name in ("Q", "K", "V", "O", "L", *(("dO", "dL") if methods != METHODS else ())):
+    for name in ("Q", "K", "V", "O", "L", *(("dO", "dL") if methods != PORTABLE else ())):
         kinds = (*PLACES, *SHARED_PLACES) if name in "QKVdO" and name != "O" else tuple(PLACES)
         kind = draw(st.just("contiguous") | st.sampled_from(kinds))
         places.append((name, kind, pick(0, 0, 1, 2, 4, 8, 16)))
@@ -385,7 +385,7 @@ def test_a_million_rows_take_no_time(method: str, mask: Mask) -> None:
 
 
 @st.composite
-def plain_problems(draw: Any, methods: tuple[str, ...] = METHODS) -> Problem:
+def plain_problems(draw: Any, methods: tuple[str, ...] = PORTABLE) -> Problem:
     """Full or causal attention, dividing and ragged; the model needs no kernel, so any size."""
     pick = st.sampled_from
     tiling = draw(pick((*TILINGS, Tiling(64, 32, 8, 16))))
