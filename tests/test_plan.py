@@ -696,6 +696,7 @@ def test_a_plan_that_was_used_has_a_second_chance() -> None:
         plans.get(n)
     assert keep(5) == [2, 4, 5]  # all were used: the oldest, and never the new one
     assert keep(0) == [4, 5, 0]
+    assert keep(0) == [4, 5, 0]  # anew: in its own place
     assert plans.get(1) is None and plans.get(0) is made[0]
 
 
