@@ -145,7 +145,7 @@ def test_out_of_each_library(cp: Any, torch: Any, method: str) -> None:
 def test_torch_views(torch: Any, dtype: str) -> None:
     """Transposed, sliced, expanded, one element off: equal to contiguous copies, bit for bit."""
     q, k, v = (to_torch(torch, x) for x in qkv(50, 60, 32, B=2, dtype=dtype))
-    expected = api.attention(q, k, v, causal=True)
+    expected = api.attention(q, k, v, causal=True, method="fa2")
 
     def heads_inside(x: Any) -> Any:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -157,10 +157,14 @@ def test_torch_views(torch: Any, dtype: str) -> None:
         return torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape)
 
     for view in (heads_inside, every_second, offset):
-        assert torch.equal(api.attention(*map(view, (q, k, v)), causal=True), expected)
+        assert torch.equal(
+            api.attention(*map(view, (q, k, v)), causal=True, method="fa2"), expected
+        )
     one = k[:, :1].expand(-1, 2, -1, -1)
     assert one.stride(1) == 0
-    assert torch.equal(api.attention(q, one, v), api.attention(q, one.contiguous(), v))
+    assert torch.equal(
+        api.attention(q, one, v, method="fa2"), api.attention(q, one.contiguous(), v, method="fa2")
+    )
 
 
 def test_numba_views() -> None:
@@ -476,7 +480,7 @@ def test_more_than_2_to_the_31_elements(cp: Any) -> None:
     for n_head, (b, h) in enumerate(heads):
         for x, seed in ((q, 0), (k, 1), (v, 2)):
             x[b, h] = cp.asarray(values(n, d, dtype="fp16", seed=10 * n_head + seed))
-    out, lse = api.attention(q, k, v, return_lse=True)
+    out, lse = api.attention(q, k, v, method="fa2", return_lse=True)
     check_heads(cp, out, lse, q, k, v, heads)
     other = out[B // 3, 0], lse[B // 3, 0]  # zeros: the mean of zeros, and log n
     assert not other[0].any() and abs(other[1] - math.log(n)).max() < 1e-5
@@ -491,7 +495,7 @@ def test_long_rows_and_many_of_them(cp: Any) -> None:
     for h in (0, H - 1):
         for x, seed in ((q, 0), (k, 1), (v, 2)):
             x[0, h] = cp.asarray(values(n, d, dtype="fp16", seed=h + seed))
-    out, lse = api.attention(q, k, v, window=(100, 0), return_lse=True)
+    out, lse = api.attention(q, k, v, window=(100, 0), method="fa2", return_lse=True)
     rows = np.array([0, 1, 127, 128, n // 2, n - 1])
     check_heads(cp, out, lse, q, k, v, [(0, 0), (0, H - 1)], window=(100, 0), rows=rows)
 
@@ -517,7 +521,7 @@ def test_keys_outside_batches(cp: Any) -> None:
     q = cp.asarray(values(B, 1, 5, d, dtype="fp16"))
     for x, seed in ((k, 1), (v, 2)):
         x[-1, 0] = cp.asarray(values(n, d, dtype="fp16", seed=seed))
-    out, lse = api.attention(q, k, v, return_lse=True)
+    out, lse = api.attention(q, k, v, method="fa2", return_lse=True)
     check_heads(cp, out, lse, q, k, v, [(B - 1, 0), (0, 0)])
 
 
@@ -584,7 +588,9 @@ def test_output_grid(cp: Any, d: int, dtype: str, causal: bool) -> None:
     for n, (n_q, n_k) in enumerate(OUTPUT):
         H, H_k = HEADS[n % 3]
         host = qkv(n_q, n_k, d, H=H, H_k=H_k, dtype=dtype)
-        out, lse = api.attention(*map(cp.asarray, host), causal=causal, return_lse=True)
+        out, lse = api.attention(
+            *map(cp.asarray, host), causal=causal, method="fa2", return_lse=True
+        )
         some = slice(0, None, H // min(H_k, 2))  # one query head of up to two groups
         q, k, v = host
         reference.assert_attention(
@@ -616,7 +622,7 @@ def test_score_grid(cp: Any, softcap: float, alibi: bool) -> None:
         options: dict[str, Any] = {"softcap": softcap, "causal": True}
         slopes = values(1, 4)[:] ** 2 * np.float32(0.3)
         device = options | ({"alibi_slopes": cp.asarray(slopes)} if alibi else {})
-        out, lse = api.attention(*map(cp.asarray, host), return_lse=True, **device)
+        out, lse = api.attention(*map(cp.asarray, host), method="fa2", return_lse=True, **device)
         reference.assert_attention(
             cp.asnumpy(out), cp.asnumpy(lse), *host, name=f"{n_q} x {n_k}",
             **options, **({"alibi_slopes": slopes} if alibi else {}),
@@ -627,7 +633,9 @@ def test_window_grid(cp: Any) -> None:
     for left in (3, 13, 23, 37, 43, 33, 111, 233, 533):
         for right in (0, left // 2, -1):
             host = qkv(577, 1024, 64, H=2, dtype="fp16")
-            out, lse = api.attention(*map(cp.asarray, host), window=(left, right), return_lse=True)
+            out, lse = api.attention(
+                *map(cp.asarray, host), window=(left, right), method="fa2", return_lse=True
+            )
             reference.assert_attention(
                 cp.asnumpy(out), cp.asnumpy(lse), *host, name=f"window {left}, {right}",
                 window=(left, right),
