@@ -51,8 +51,8 @@ class Counter:
     ----------
     quantity, op : str
         "bytes", "instructions", "requests" or "sectors", with "shared " in front for shared
-        memory, which also has "shared wavefronts" and "shared conflicts"; "load", "store", or an
-        access that no plain kernel makes.
+        memory, which also has "shared wavefronts" and "shared conflicts"; "box copies" and "box
+        bytes"; "load", "store", or an access of another kind, which few plain kernels make.
     metric : str
         ncu's name of it.
     patched : str
@@ -108,6 +108,14 @@ COUNTERS = (
     _patched("instructions", "local store", "smsp__sass_inst_executed_op_local_st.sum"),
     _patched("instructions", "cp.async", "smsp__sass_inst_executed_op_ldgsts.sum", True),
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
+    # Copies of boxes, which the hardware makes; its loads and stores above do not have them.
+    Counter("box copies", "load", "smsp__inst_executed_op_tma_ld.sum", optional=True),
+    Counter(
+        "box bytes",
+        "load",
+        "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",
+        optional=True,
+    ),
 )
 
 

@@ -32,6 +32,7 @@ COUNTED_ON_CHIP = {
     "shared wavefronts": "wavefronts",
     "shared conflicts": "conflicts",
 }
+SECTOR_BYTES = 32
 COLUMNS = "method, dtype, batch, heads, heads_kv, n_q, n_k, d, causal, mask, block_r, block_c"
 ISSUED = ("load", "store")  # of all accesses that the hardware tells apart, those that kernels make
 
@@ -176,11 +177,18 @@ def _launches(n: int, case: Case, on_chip: bool) -> list[CountedLaunch]:
 
 
 def totals(operands: Any) -> dict[tuple[str, str], int]:
-    """What a call has counted so far, by (quantity, op): sums over arrays and phases."""
+    """What a call has counted so far, by (quantity, op): sums over arrays and phases.
+
+    The bytes of boxes are those of whole sectors: nothing less comes from L2.
+    """
     distinct = operands.distinct_bytes()
     sums = {("bytes", op): distinct[op] for op in ISSUED}
+    boxes = operands.rows(boxes=True)
+    copies = sum(row.requests for row in boxes)
+    sums["instructions", "TMA"] = sums["box copies", "load"] = copies
+    sums["box bytes", "load"] = SECTOR_BYTES * sum(row.sectors for row in boxes)
     for columns, rows in (
-        (COUNTED, operands.rows()),
+        (COUNTED, operands.rows(boxes=False)),
         (COUNTED_ON_CHIP, operands.on_chip_rows()),
     ):
         for quantity, column in columns.items():
@@ -283,7 +291,7 @@ def compare(
             launch.kernel,
             counter.quantity,
             counter.op,
-            launch.totals[counter.quantity, counter.op] if counter.op in ISSUED else 0,
+            launch.totals.get((counter.quantity, counter.op), 0),
             reading[counter.metric],
             counter.exact,
         )
