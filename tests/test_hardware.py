@@ -258,7 +258,8 @@ def test_without_permission_all_but_the_instructions_of_loads_and_stores_can_be_
         assert not counter.patched or "__sass_" in counter.patched
         assert counter.op in verify.ISSUED or counter.quantity == "instructions"
     hardware_alone = {(c.quantity, c.op) for c in COUNTERS if not c.patched}
-    assert hardware_alone == set(itertools.product(("instructions", "requests"), verify.ISSUED))
+    issued = set(itertools.product(("instructions", "requests"), verify.ISSUED))
+    assert hardware_alone == issued | {("box copies", "load"), ("box bytes", "load")}
     assert len({(c.quantity, c.op) for c in COUNTERS}) == len(set(METRICS)) == len(COUNTERS)
 
 
@@ -549,9 +550,9 @@ def test_the_command_shows_every_launch_and_ends_with_0(as_if_gpu, tmp_path, cap
     argv = ["verify", "--ncu", honest(tmp_path), "--n", "12", "--d", "4"]
     assert main([*argv, "--causal"]) == 0
     out = capsys.readouterr().out
-    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 11"):
+    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 13"):
         assert text in out
-    assert "77 of 77 counted numbers equal the hardware's, in 7 launches." in out
+    assert "91 of 91 counted numbers equal the hardware's, in 7 launches." in out
 
 
 def test_the_command_ends_with_1_if_a_number_differs(as_if_gpu, tmp_path, capsys):
@@ -560,7 +561,7 @@ def test_the_command_ends_with_1_if_a_number_differs(as_if_gpu, tmp_path, capsys
     assert main([*argv, "--json"]) == 1
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert [row["difference"] for row in found] == [1] + [0] * 12
+    assert [row["difference"] for row in found] == [1] + [0] * 14
     assert found[0]["hardware"] == found[0]["counted"] + 1 and found[0]["dtype"] == "fp16"
     assert "differs: fa2, fp16, none" in printed.err
 
@@ -633,11 +634,11 @@ def test_the_benchmark_records_every_number(as_if_gpu, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["verify", "--ncu", ncu, "--workers", "1"])
     assert benchmark.main() == 1
     record = json.loads((tmp_path / "verify.json").read_text())
-    # 5 launches with 11 numbers each; 2 more with 6 of shared memory besides. Not compared: 2
+    # 5 launches with 13 numbers each; 2 more with 6 of shared memory besides. Not compared: 2
     # numbers of each launch, and 2 more of shared memory.
-    assert (record["launches"], record["numbers"], record["differences"]) == (7, 89, 2)
+    assert (record["launches"], record["numbers"], record["differences"]) == (7, 103, 2)
     assert [Case.from_json(case) for case in record["cases"]] == [*cases[:3], cases[1]]
-    assert len(record["rows"]) == 107
+    assert len(record["rows"]) == 121
     assert sum(row.get("exact") is False for row in record["rows"]) == 18
     assert [(row["case"], row["kernel"]) for row in record["rows"] if row["difference"]] == [
         (1, "fa2"),
@@ -646,7 +647,7 @@ def test_the_benchmark_records_every_number(as_if_gpu, tmp_path, monkeypatch, ca
     shared = [r for r in record["rows"] if r["quantity"] == "shared bytes" and r["counted"]]
     assert [(row["kernel"], row["op"]) for row in shared] == [("fa2", "load"), ("fa2", "store")]
     assert set(record["metrics"].values()) < {*METRICS, *(c.metric for c in hardware.ON_CHIP)}
-    assert "54 of 55 counted numbers" in capsys.readouterr().out
+    assert "64 of 65 counted numbers" in capsys.readouterr().out
 
 
 # --- on a GPU --------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_blocks_in_flight_are_asked_for_by_name(method, slots):
 
 def test_a_method_without_a_model_is_refused():
     p = Problem("fa3", "bf16", 1, 1, 1, 8, 8, 4, Tiling(128, 128, 64, 4))
-    with pytest.raises(ValueError, match="method: got fa3, accepted: standard, fa1, fa2"):
+    with pytest.raises(ValueError, match="method: got 'fa3', accepted: standard, fa1, fa2"):
         dram(p, {"fa3": 1})
 
 

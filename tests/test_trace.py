@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import example
 from hypothesis import strategies as st
 from strategies import forall
 
@@ -114,6 +115,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     st.sampled_from((0.345, 1.0, 1.98)),
     st.sampled_from(((1, 0), (32, 0), (32, 20), (160, 20), (1000, 20))),
 )
+@example(4000, 0.345, (1, 0))  # cycles are whole numbers: with a slow counter that is 3 ns
 def test_marks_come_back_within_the_stated_error(
     seed: int, slope: float, timer: tuple[int, int]
 ) -> None:

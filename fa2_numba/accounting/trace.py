@@ -51,8 +51,11 @@ class Alignment:
 
     @property
     def error(self) -> float:
-        """Bound, in ns, on the time of an event against events of other SMs."""
-        return self.tick + self.spread
+        """Bound, in ns, on the time of an event against events of other SMs.
+
+        An event's cycle and the pair's are whole numbers: together they are up to a cycle off.
+        """
+        return self.tick + self.spread + 1 / self.slope
 
 
 def alignment(timeline: Timeline) -> Alignment | None:
