@@ -270,8 +270,9 @@ fence_proxy_async = _ordered(
 # ---- tensor copies ----------------------------------------------------------------------------
 # "Data Movement and Conversion Instructions: cp.async.bulk.tensor". One thread copies a box
 # between global and shared memory. The tensor map is the address of a `tensor_map.TensorMap`.
-# Coordinates are elements, the contiguous axis first. Elements outside of the tensor are read as
-# 0, and not written.
+# Coordinates are elements, the contiguous axis first, and 0 or more: a box that was loaded and
+# stored from row -8 on was an illegal instruction on an H200. Elements beyond the tensor are read
+# as 0, and not written.
 
 
 def _tensor_load(rank: int) -> Any:
