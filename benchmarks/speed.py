@@ -105,12 +105,13 @@ def headline_table(record: Record) -> str:
         )
         for row in rows
     ]
-    header = ("d", "", "TFLOP/s", "of the peak", "extra memory, output included")
+    header = ("d", "", "TFLOP/s", "of a matrix product", "extra memory, output included")
     header += ("largest error", "rms error, relative")
     return table(
         header,
         lines,
-        f"N = {rows[0]['n']:,}, no mask. {_setting(record)}. Errors: {rows[0]['rows_compared']} "
+        f"N = {rows[0]['n']:,}, no mask; the table below times some of it again, in other turns. "
+        f"{_setting(record)}. Errors: {rows[0]['rows_compared']} "
         f"rows against float64. {provenance(record)}.",
     )
 

@@ -28,6 +28,7 @@ from fa2_numba.tiling import (
     DTYPE_BYTES,
     HOPPER_SHARED_BYTES,
     MAX_HEAD_DIM,
+    WARPGROUP_ROWS,
     Tiling,
     acc_bytes,
     ceil_div,
@@ -296,6 +297,7 @@ def predict(
         Key/value heads and keys; default as q.
     dtype : str, optional
         "fp32" (default), "fp64", "fp16" or "bf16". It, `heads_kv` and `n_k` go with `shape`.
+        Without a GPU, "auto" for fp16 and bf16 is what it is on a Hopper GPU.
 
     Returns
     -------
@@ -414,15 +416,15 @@ class _Shape:
         self.tiling = self._tiling()
 
     def _fa3_error(self) -> Exception | None:
-        """Why fa3 cannot do this call; None if it can."""
-        place = self.device is not None or gpu_available()
-        if simulator.ACTIVE or (place and compute_capability(self.device) != (9, 0)):
+        """Why fa3 cannot do this call; None if it can. Without a GPU: one of sm_90 is assumed."""
+        known = self.device is not None or gpu_available()
+        if simulator.ACTIVE or (known and compute_capability(self.device) != (9, 0)):
             return ValueError(
                 "method: got fa3, accepted on this GPU (or the simulator): auto, standard, fa1, "
                 "fa2; fa3 needs compute capability 9.0"
             )
         if not self.N_k:
-            return NotImplementedError("k: no keys with method=fa3")
+            return NotImplementedError("k: got no keys with method=fa3, accepted: 1 or more")
         if self.dtype not in tensor_map.DTYPES:
             return TypeError(f"q: got dtype {self.dtype} with method=fa3, accepted: fp16, bf16")
         if self.given_tiling is not None:
@@ -435,14 +437,30 @@ class _Shape:
                 if isinstance(arg, masking.Table | masking.BooleanArray):
                     what = "alibi_slopes" if isinstance(arg, masking.SlopeTable) else name
                     return NotImplementedError(
-                        f"{what}: arrays of masks and scores with method=fa3"
+                        f"{what}: got an array of its own with method=fa3, accepted: none"
                     )
-        if self.B * self.H * ceil_div(self.N_q, 64) >= 2**31 or self.N_k >= 2**31 - 256:
-            return ValueError("q: got 2**31 row tiles or keys with method=fa3, accepted: fewer")
-        for name in "QKV":
-            if name in self.layouts and 0 not in self.layouts[name].shape:
+        most = 2**31 - 256  # rows and keys are numbered with 32 bits, a tile beyond the last too
+        for name, size in (("q", self.N_q), ("k", self.N_k)):
+            if size > most:
+                return ValueError(
+                    f"{name}: got length {size} with method=fa3, accepted: up to {most}"
+                )
+        row_tiles = self.B * self.H * ceil_div(self.N_q, WARPGROUP_ROWS)
+        if row_tiles >= 2**31:
+            return ValueError(
+                f"q: got {row_tiles} tiles of 64 rows with method=fa3, accepted: below 2**31"
+            )
+        return self._box_error()
+
+    def _box_error(self) -> Exception | None:
+        """Why the hardware cannot copy boxes of Q, K or V; None if it can."""
+        queries, keys = (self.H, self.N_q), (self.H_k, self.N_k)
+        for name, (heads, rows) in zip("QKV", (queries, keys, keys), strict=True):
+            shape = (self.B, heads, rows, self.d)
+            layout = self.layouts.get(name) or Layout.contiguous(shape, DTYPE_BYTES[self.dtype])
+            if 0 not in layout.shape:
                 try:
-                    tensor_map.check(name.lower(), self.layouts[name], (1, 1, 64, 64), self.dtype)
+                    tensor_map.check(name.lower(), layout, (1, 1, 64, 64), self.dtype)
                 except ValueError as error:
                     return error
         return None
@@ -455,7 +473,7 @@ class _Shape:
             if self.given_tiling is not None:
                 return self.given_tiling
             if self.method == "fa3":
-                return choose_hopper(self.d, self.N_q, self.mask.rule is not masking.none().rule)
+                return self._hopper_tiling()
             raise ValueError(
                 "tiling: no GPU here to choose one for, accepted: a Tiling (or run under "
                 "NUMBA_ENABLE_CUDASIM=1)"
@@ -465,10 +483,14 @@ class _Shape:
             self.given_tiling.check(self.d, self.dtype, self.method, limit)
             return self.given_tiling
         if self.method == "fa3":
-            interval = self.mask.rule is not masking.none().rule
-            return choose_hopper(self.d, self.N_q, interval)
+            return self._hopper_tiling()
         plain = self.score.change is masking.UNCHANGED and not self.mask.rule.elementwise
         return choose(self.d, self.dtype, self.method, limit, plain)
+
+    def _hopper_tiling(self) -> Tiling:
+        rule = self.mask.rule
+        plain = self.score.change is masking.UNCHANGED and not rule.elementwise
+        return choose_hopper(self.d, self.N_q, rule.bounded, plain)
 
     def _mask(self, mask: Any) -> masking.Mask:
         if not isinstance(mask, masking.Mask):

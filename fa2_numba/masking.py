@@ -65,6 +65,11 @@ class Rule:
         """Whether a score inside the bounds can be masked."""
         return self.visible is not None
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the bounds of a row can leave keys out."""
+        return self.bounds is not _all_bounds
+
 
 @dataclass(frozen=True)
 class _Joined:
@@ -95,6 +100,10 @@ class _Joined:
     @property
     def elementwise(self) -> bool:
         return self.a.elementwise or self.b.elementwise
+
+    @property
+    def bounded(self) -> bool:
+        return self.a.bounded or self.b.bounded
 
 
 def _always(args, b, h, i, j):
@@ -354,7 +363,7 @@ def tile_functions(rule: Any, B_r: int, B_c: int, wrap: Wrap) -> tuple[Any, Any,
         if row >= N_q:
             return i, 0, 0
         lo, hi = bounds(args, b, h, i, N_k)
-        return i, max(lo, 0), max(min(hi, N_k), 0)
+        return i, min(max(lo, 0), N_k), max(min(hi, N_k), 0)
 
     row_bounds = wrap(row_bounds)
 

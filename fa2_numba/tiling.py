@@ -417,7 +417,7 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
 
 
 @functools.cache
-def choose_hopper(d: int, N_q: int, interval: bool) -> Tiling:
+def choose_hopper(d: int, N_q: int, bounded: bool = False, plain: bool = True) -> Tiling:
     """The tiling of fa3 used when the caller gives none: the fastest measured on an H200.
 
     Parameters
@@ -426,10 +426,12 @@ def choose_hopper(d: int, N_q: int, interval: bool) -> Tiling:
         Head dimension.
     N_q : int
         Queries.
-    interval : bool
-        Whether the mask leaves rows different numbers of keys.
+    bounded : bool
+        Whether the mask has bounds, and so leaves rows different numbers of keys.
+    plain : bool
+        No score changes, and no mask that asks each score: they take registers.
     """
-    if d <= 64 and not (interval and N_q <= 2048):
+    if d <= 64 and plain and not (bounded and N_q <= 2048):
         # 3 consumers: with d this small their exponentials take as long as their products.
         B_r, B_c = 192, 128
     else:

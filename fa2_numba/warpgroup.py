@@ -32,6 +32,8 @@ ROWS = 64  # of a warpgroup's accumulators
 LANES = 32
 PACK = {"bf16": cvt_rn_bf16x2_f32, "fp16": cvt_rn_f16x2_f32}
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32("-inf")
+NAN = np.float32("nan")
+LARGEST_SHIFT = np.float32(2**27)  # its rounding multiplies P~ by 2^4 at most, in l and O alike
 
 
 @device
@@ -114,7 +116,10 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
         x = max_f32(x, shfl_bfly(x, 2))
         changed = x > m[r]
         new = x if changed else m[r]
-        shift[r] = ZERO if new == NEG_INF else new * c  # a row without keys: P~ is 0 and not NaN
+        shift[r] = new * c
+        if not abs(shift[r]) < LARGEST_SHIFT:
+            # No key yet: P~ is 0 and not NaN. Or P~ may leave its range: the row is found NaN.
+            shift[r] = ZERO if new == NEG_INF else NAN
         alpha[r] = ex2_approx_ftz_f32(m[r] * c - shift[r]) if changed else ONE
         m[r] = new
         l[r] *= alpha[r]
@@ -248,29 +253,29 @@ def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
 
 
 def zero_times(n: int) -> Any:
-    """``trace(acc) -> 0``, or NaN if one of this thread's accumulators of 64 x n is NaN or inf."""
+    """``product(acc) -> 0``, or NaN if one of a thread's accumulators of 64 x n is NaN or inf."""
 
     @device
-    def trace(acc):
+    def product(acc):
         x, y = ZERO, ZERO
         for k in range(0, n // 2, 2):
             x += acc[k] * ZERO
             y += acc[k + 1] * ZERO
         return x + y
 
-    return trace
+    return product
 
 
 def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
-    """``recompute(Q, K, V, O, scale, mask_args, state, b, h, h_k, first, N_q, N_k)``.
+    """``recompute(Q, K, V, O, L, scale, mask_args, state, b, h, h_k, first, N_q, N_k)``.
 
-    A warp computes those of rows `first` to ``first + 15`` of O again that are not finite, key by
-    key: a key that a row does not see is not touched, whatever V holds there. (In P V it counts as
-    0 times that, which is NaN if that is NaN or infinite.)
+    A warp computes those of rows `first` to ``first + 15`` of O again that are not finite, and
+    their L, key by key: a key that a row does not see is not touched, whatever V holds there. (In
+    P V it counts as 0 times that, which is NaN if that is NaN or infinite.)
     """
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
     _, changed = change.functions(device, np.float32)
-    to_acc, from_acc, exp = fmt.to_acc, fmt.from_acc, fmt.exp
+    to_acc, from_acc, exp, log = fmt.to_acc, fmt.from_acc, fmt.exp, fmt.log
     own = -(-d // LANES)  # columns of a lane: lane, lane + 32, ...
 
     @device
@@ -286,7 +291,7 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
         return changed(state, i, j, s * scale)
 
     @device
-    def recompute(Q, K, V, O, scale, mask_args, state, b, h, h_k, first, N_q, N_k):
+    def recompute(Q, K, V, O, L, scale, mask_args, state, b, h, h_k, first, N_q, N_k):
         lane = np.int64(cuda.laneid)
         for row in range(first, min(first + 16, N_q)):
             x = ZERO
@@ -313,5 +318,7 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
                     if lane + LANES * k < d:
                         o = acc[k] / l if l != ZERO else ZERO
                         O[b, h, row, lane + LANES * k] = from_acc(o)
+                if lane == 0:
+                    L[b, h, row] = m + log(l) if l != ZERO else NEG_INF
 
     return recompute

@@ -48,8 +48,9 @@ def compiled(
 ) -> tuple[Code, Tiling]:
     """The kernel for long or short problems, and its tiling."""
     monkeypatch.setattr(fa3, "processors", lambda device: 132)
-    tiling = choose_hopper(d, N_q, mask.rule is not masking.none().rule)
     score = score or masking.unchanged()
+    plain = score.change is masking.UNCHANGED and not mask.rule.elementwise
+    tiling = choose_hopper(d, N_q, mask.rule.bounded, plain)
     problem = Problem("fa3", dtype, 1, 2, 1, 64, 64, d, tiling, mask, score)
     operands = Hopper(problem, folder, counted)
     operands.scale = np.float32(scale)
@@ -80,6 +81,7 @@ SOFTCAP = masking.softcap(30.0)
         ("fp16", 128, CAUSAL, {}),
         ("bf16", 128, CAUSAL, {"score": SOFTCAP}),
         ("bf16", 192, masking.causal_skip(), {}),
+        ("bf16", 64, masking.causal_skip(), {"score": SOFTCAP}),
         ("fp16", 256, NONE, {}),
         ("bf16", 256, WINDOW, {"scale": -0.5}),
     ],
@@ -161,17 +163,23 @@ def steps(args: Any, i: Any, j: Any, s: Any) -> Any:
     [
         ({"dtype": "fp32"}, TypeError, "q: got dtype fp32 .*accepted: fp16, bf16"),
         ({"dtype": "fp64"}, TypeError, "q: got dtype fp64 .*accepted: fp16, bf16"),
-        ({"n_k": 0}, NotImplementedError, "k: no keys"),
-        ({"mask": np.ones((300, 300), bool)}, NotImplementedError, "mask: arrays"),
-        ({"mask": masking.documents(np.zeros(300, int))}, NotImplementedError, "mask: arrays"),
-        ({"alibi_slopes": np.ones(4)}, NotImplementedError, "alibi_slopes: arrays"),
+        ({"n_k": 0}, NotImplementedError, "k: got no keys"),
+        ({"mask": np.ones((300, 300), bool)}, NotImplementedError, "mask: got an array"),
+        (
+            {"mask": masking.documents(np.zeros(300, int))},
+            NotImplementedError,
+            "mask: got an array",
+        ),
+        ({"alibi_slopes": np.ones(4)}, NotImplementedError, "alibi_slopes: got an array"),
         (
             {"score": masking.score(steps, masking.Table("own", np.zeros(300)))},
             NotImplementedError,
-            "score: arrays",
+            "score: got an array",
         ),
-        ({"shape": (1, 1, 2**37, 64), "n_k": 1}, ValueError, r"q: got 2\*\*31 row tiles"),
-        ({"n_k": 2**31}, ValueError, r"q: got 2\*\*31 row tiles or keys"),
+        ({"shape": (2**31, 1, 64, 64), "n_k": 1}, ValueError, "q: got 2147483648 tiles of 64 row"),
+        ({"shape": (1, 1, 2**31 - 255, 8), "n_k": 1}, ValueError, "q: got length 2147483393 "),
+        ({"n_k": 2**31}, ValueError, "k: got length 2147483648 "),
+        ({"shape": (1, 4, 300, 60)}, ValueError, "q: got strides .*multiples of 16 bytes"),
         ({"tiling": Tiling(64, 64, 32, 4)}, ValueError, "tiling: .*accepted: B_r 128 or 192"),
         ({"tiling": Tiling(128, 128, 32, 4)}, ValueError, "tiling: .*accepted: n_r=64, n_c=4"),
         ({"tiling": Tiling(128, 240, 64, 4)}, ValueError, "tiling: .* registers"),

@@ -225,11 +225,12 @@ def test_places_do_not_overlap(d: int) -> None:
     assert accepted
 
 
-@pytest.mark.parametrize("interval", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("N_q", [1, 2048, 2049, 100_000])
-def test_every_head_dimension_has_a_tiling(N_q: int, interval: bool) -> None:
+def test_every_head_dimension_has_a_tiling(N_q: int, bounded: bool, plain: bool) -> None:
     for d in range(1, MAX_HEAD_DIM + 1):
-        t = choose_hopper(d, N_q, interval)
+        t = choose_hopper(d, N_q, bounded, plain)
         for dtype in ("fp16", "bf16"):
             t.check(d, dtype, "fa3", HOPPER_SHARED_BYTES)
         assert t.shared_bytes(d, "bf16", "fa3") == t.hopper_layout(d)[1] <= HOPPER_SHARED_BYTES

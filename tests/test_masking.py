@@ -296,3 +296,14 @@ def test_unchanged_is_the_identity() -> None:
     cap = masking.softcap(3.0)
     assert masking.unchanged().then(cap) is cap
     assert cap.then(masking.unchanged()) is cap
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(2**40, 2**62), (-(2**62), 2**62), (2**62, -(2**62))])
+def test_bounds_of_a_row_are_those_of_keys_that_exist(lo: int, hi: int) -> None:
+    """Kernels number keys with 32 bits: fa3 once saw every key where `lo` was 2**40."""
+    rule = masking.Rule(lambda args, b, h, i, N_k: (lo, hi))
+    _, _, (row_bounds, _) = masking.tile_functions(rule, 8, 8, lambda f: f)
+    i, first, end = row_bounds((), 0, 0, 3, 10, 20)
+    assert i == 13
+    assert 0 <= first <= 20 and 0 <= end <= 20
+    assert set(range(first, end)) == {j for j in range(20) if lo <= j < hi}

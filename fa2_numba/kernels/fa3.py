@@ -2,7 +2,8 @@
 
 Grid       a block an SM, which takes row tiles (i, h, b) in turns, the longest first.
 HBM        reads Q_i once, K_j and V_j for every visited tile j, in boxes that the hardware copies;
-           writes O_i and L_i once.
+           writes O_i and L_i once. Rows whose O is not finite are computed again at the end, key by
+           key, so that a masked NaN does not reach them.
 Shared     rings of Q_i (B_r x d), K_j and V_j (B_c x d); the barriers that say which are there.
 Registers  a consumer's thread: its part of 64 rows of S_ij, of P_ij (16 bits) and of O_i (acc).
 
@@ -17,6 +18,7 @@ Steps follow each other through all row tiles of a block: the first S of a row t
 last P V of the one before, and no unit waits for the start or the end of a row tile.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from numba import cuda, float32, uint32
 from fa2_numba import cache, hbm, ptx
 from fa2_numba.formats import FORMATS, LOG2_E
 from fa2_numba.launch import Operands, processors
-from fa2_numba.masking import FULL, UNCHANGED, none, tile_functions
+from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.problem import Problem
 from fa2_numba.smem import shared_tile
 from fa2_numba.tile import u32
@@ -51,6 +53,7 @@ REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a producer's and a consumer's thr
 # the first full tile and the number of full tiles.
 FIRST_ROW, HEAD, BATCH, J_BEGIN, J_END, FULL_BEGIN, FULL_TILES, FIELDS = range(8)
 LAST = -1  # as J_END: there is no further row tile
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @cache.built
@@ -78,8 +81,8 @@ def build(
     Returns
     -------
     kernel : dispatcher
-        ``fa3(Q_boxes, K_boxes, V_boxes, Q, K, V, O, L, section, scale, range_args, mask_args,
-        score_args)``.
+        ``fa3(Q_boxes, K_boxes, V_boxes, Q, K, V, O, L, section_heads, scale, range_args,
+        mask_args, score_args)``.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -109,6 +112,9 @@ def build(
     k_full, k_empty = ring("K full"), ring("K empty")
     v_full, v_empty = ring("V full"), ring("V empty")
     infos = HOPPER_INFO // (4 * FIELDS)
+    # The producer writes of a row tile before the Q of one may be replaced: q_stages of them may be
+    # unread then.
+    assert infos > q_stages
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
 
     multiply_QK = ptx.wgmma_mma_async(
@@ -201,8 +207,14 @@ def build(
     # ---- the consumers --------------------------------------------------------------------------
 
     @hbm.device
-    def place_of(address):
+    def rows_at(address):
+        """Descriptor of a Q_i or K_j: its rows are rows of boxes."""
         return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def columns_at(address):
+        """Descriptor of a V_j: what products add up over are rows of boxes."""
+        return ptx.matrix_descriptor(address, k_box, ptx.PATTERN_BYTES)
 
     @hbm.device
     def multiply(S, P, acc, slot, step, group):
@@ -211,10 +223,10 @@ def build(
         ptx.mbarrier_try_wait_parity(k_full(step), step // u32(kv_stages) & u32(1))
         ptx.bar_sync(group, 2 * THREADS)  # my turn
         fence(S, acc, P)
-        multiply_QK(S, place_of(q_at(slot)), place_of(k_at(step)), 0)
+        multiply_QK(S, rows_at(q_at(slot)), rows_at(k_at(step)), 0)
         ptx.wgmma_commit_group()
         ptx.mbarrier_try_wait_parity(v_full(last), last // u32(kv_stages) & u32(1))
-        multiply_PV(acc, P, 0, ptx.matrix_descriptor(v_at(last), k_box, ptx.PATTERN_BYTES), 1)
+        multiply_PV(acc, P, 0, columns_at(v_at(last)), 1)
         ptx.wgmma_commit_group()
         following = u32(1) if group == u32(consumers) else u32(group + u32(1))
         ptx.bar_arrive(following, 2 * THREADS)  # the next consumer's turn
@@ -253,7 +265,7 @@ def build(
         V,
         O,
         L,
-        section,
+        section_heads,
         scale,
         range_args,
         mask_args,
@@ -262,7 +274,7 @@ def build(
         B, H, N_q, N_k = u32(Q.shape[0]), u32(Q.shape[1]), Q.shape[2], K.shape[2]
         group_size = Q.shape[1] // K.shape[1]
         T_r = u32((N_q + B_r - 1) // B_r)
-        row_tiles, heads = u32(T_r * H * B), u32(section)
+        row_tiles, section = u32(T_r * H * B), u32(section_heads)
         thread = u32(cuda.threadIdx.x)
         group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
         info = info_tile(None)
@@ -288,7 +300,7 @@ def build(
                 hbm.use_boxes(V_boxes)
                 n = step = u32(0)
                 while True:
-                    tile, i, h, b = row_tile(n, T_r, H, B, heads)
+                    tile, i, h, b = row_tile(n, T_r, H, B, section)
                     if tile >= row_tiles:
                         break
                     j_begin, j_end, full_begin, full_tiles = visited(range_args, b, h, i, N_q, N_k)
@@ -330,7 +342,7 @@ def build(
             me = u32(group - u32(1))
             leader = thread % u32(THREADS) == u32(0)
             my_row = np.int32(u32(me * u32(ROWS)) + first_row(thread))
-            my_column = np.int32(u32(2) * (thread % u32(4)))
+            my_column = np.int64(u32(2) * (thread % u32(4)))
             c, of_m = (scale * LOG2_E, scale) if plain else (LOG2_E, ONE)
             leaked = ZERO  # NaN if an O is not finite: V may be so where it is masked
             n = step = u32(0)
@@ -344,18 +356,18 @@ def build(
             full_begin, full_tiles = info[n, FULL_BEGIN], info[n, FULL_TILES]
             ptx.mbarrier_try_wait_parity(k_full(step), 0)
             fence_S(S)
-            multiply_QK(S, place_of(q_at(slot)), place_of(k_at(step)), 0)
+            multiply_QK(S, rows_at(q_at(slot)), rows_at(k_at(step)), 0)
             ptx.wgmma_commit_group()
             if group == u32(consumers):
                 ptx.bar_arrive(1, 2 * THREADS)  # the first turn is the first consumer's
             wait_first_S(S)
             release(leader, step, j == j_begin, slot)
-            column = np.int32(j * np.int32(B_c) + my_column)
+            column = np.int64(j) * B_c + my_column
             if not plain:
                 state = prepare(score_args, b, h)
-                change_scores(S, state, scale, np.int64(row) + N_k - N_q, np.int64(column))
+                change_scores(S, state, scale, np.int64(row) + N_k - N_q, column)
             if is_partial(mask_args, b, h, row, j, full_begin, full_tiles, N_q, N_k):
-                mask_scores(S, mask_args, b, h, np.int64(row), np.int64(column), N_q, N_k)
+                mask_scores(S, mask_args, b, h, np.int64(row), column, N_q, N_k)
             m[0], m[1], l[0], l[1] = NEG_INF, NEG_INF, ZERO, ZERO
             begin_softmax(S, m, l, alpha, shift, c)
             finish_softmax(S, P, l, shift, c)
@@ -363,8 +375,8 @@ def build(
 
             while True:
                 row_done, h_done, b_done = row, h, b
-                first = j == j_begin  # this step is the first of a new row tile
-                if first:
+                new_tile = j == j_begin  # this step is the first of a new row tile
+                if new_tile:
                     n = u32(n + u32(1))
                     slot = u32(n % u32(q_stages) * u32(consumers) + me)
                     ptx.mbarrier_try_wait_parity(q_full(slot), n // u32(q_stages) & u32(1))
@@ -380,18 +392,18 @@ def build(
                 step = u32(step + u32(1))
                 multiply(S, P, acc, slot, step, group)
                 release(leader, step, j == j_begin, slot)
-                column = np.int32(j * np.int32(B_c) + my_column)
+                column = np.int64(j) * B_c + my_column
                 if not plain:
                     state = prepare(score_args, b, h)
-                    change_scores(S, state, scale, np.int64(row) + N_k - N_q, np.int64(column))
+                    change_scores(S, state, scale, np.int64(row) + N_k - N_q, column)
                 if is_partial(mask_args, b, h, row, j, full_begin, full_tiles, N_q, N_k):
-                    mask_scores(S, mask_args, b, h, np.int64(row), np.int64(column), N_q, N_k)
-                if first:
+                    mask_scores(S, mask_args, b, h, np.int64(row), column, N_q, N_k)
+                if new_tile:
                     for r in range(2):
                         m_done[r], l_done[r], m[r], l[r] = m[r], l[r], NEG_INF, ZERO
                 changed = begin_softmax(S, m, l, alpha, shift, c)
                 finish_PV(S, P, acc, l, alpha, leader, step)
-                if first:
+                if new_tile:
                     leaked += zero_of(acc)
                     write(
                         O,
@@ -426,7 +438,7 @@ def build(
             # The last P V has no S beside it.
             ptx.mbarrier_try_wait_parity(v_full(step), step // u32(kv_stages) & u32(1))
             fence_O_P(acc, P)
-            multiply_PV(acc, P, 0, ptx.matrix_descriptor(v_at(step), k_box, ptx.PATTERN_BYTES), 1)
+            multiply_PV(acc, P, 0, columns_at(v_at(step)), 1)
             ptx.wgmma_commit_group()
             wait_last_O(acc, P)
             leaked += zero_of(acc)
@@ -434,13 +446,12 @@ def build(
             if group == u32(1):
                 ptx.bar_sync(1, 2 * THREADS)  # the last turn that was handed on; nobody takes it
             if cuda.any_sync(0xFFFFFFFF, leaked != ZERO):
-                O_again, first_of_warp = (
-                    hbm.phase(O, 1),
-                    np.int64(my_row) - np.int64(cuda.laneid) // 4,
-                )
+                cuda.syncwarp()  # all its lanes see the warp's stores of O
+                O_again, L_again = hbm.phase(O, 1), hbm.phase(L, 1)
+                first_of_warp = np.int64(my_row) - np.int64(cuda.laneid) // 4
                 n = u32(0)
                 while True:
-                    tile, i, h_q, b_q = row_tile(n, T_r, H, B, heads)
+                    tile, i, h_q, b_q = row_tile(n, T_r, H, B, section)
                     if tile >= row_tiles:
                         break
                     recompute(
@@ -448,6 +459,7 @@ def build(
                         K,
                         V,
                         O_again,
+                        L_again,
                         scale,
                         mask_args,
                         prepare(score_args, b_q, h_q),
@@ -475,7 +487,13 @@ def launch(problem: Problem, A: Operands) -> None:
     if not p.B * p.H * p.N_q:
         return
     kernel, shared_bytes = build(
-        t, p.d, p.dtype, p.mask.rule, p.score.change, not A.scale > 0, p.fa3_store_width
+        t,
+        p.d,
+        p.dtype,
+        p.mask.rule,
+        p.score.change,
+        not 0 < float(A.scale) * math.log2(math.e) <= FLOAT32_MAX,
+        p.fa3_store_width,
     )
     heads = p.H * p.B
     row_tiles = t.T_r(p.N_q) * heads
@@ -491,8 +509,8 @@ def launch(problem: Problem, A: Operands) -> None:
         A.array("K", "recompute"),
         A.array("V", "recompute"),
         A.array("O", "epilogue", "recompute"),
-        A.array("L", "epilogue"),
-        1 if p.mask.rule is none().rule else min(SECTION, heads),
+        A.array("L", "epilogue", "recompute"),
+        min(SECTION, heads) if p.mask.rule.bounded else 1,
         A.scale,
         A.mask_args("tile range"),
         A.mask_args("mask"),
