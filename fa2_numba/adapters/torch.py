@@ -144,22 +144,32 @@ def scaled_dot_product_attention(
             f"key: got shape {tuple(key.shape)}, accepted: batch and heads of query, "
             f"{tuple(query.shape[:-2])}, or fewer heads with enable_gqa=True"
         )
-    window = None
+    beyond = 0
     if is_causal:
-        # Row i stands at i + S - L here. With L >= S it sees keys to i, L - S beyond that place;
-        # with L < S the keys after the first L are seen by none.
+        # Row i stands at i + S - L here. With L < S the keys after the first L are seen by none;
+        # with L > S it sees to key i, L - S beyond its place.
         L = query.shape[-2]
         key, value = key[..., :L, :], value[..., :L, :]
-        window = (-1, L - key.shape[-2])
-    return attention(query, key, value, mask=attn_mask, window=window, scale=scale)
+        beyond = L - key.shape[-2]
+    return attention(
+        query,
+        key,
+        value,
+        mask=attn_mask,
+        causal=is_causal and beyond == 0,
+        window=(-1, beyond) if beyond else None,
+        scale=scale,
+    )
 
 
 def _autocast(x: Tensor) -> Tensor:
     """As torch casts the arguments of its own attention."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 # ---- the two operators ------------------------------------------------------------------------
