@@ -1,10 +1,10 @@
 """flash-attn's functions: its argument names, its layout (B, N, H, D).
 
-The arrays are viewed with heads before rows and go to `adapters.torch.attention` (torch tensors, with
-gradients) or to `api.attention` (CuPy arrays; NumPy arrays under the simulator). Nothing is copied.
-Everything after the arrays is keyword-only. As in flash-attn 2.1 and later, causal masks and windows
-are bottom-right aligned and windows include both ends. The LSE of a row without a visible key is
--inf here, +inf in flash-attn 2. There are no varlen and no KV-cache functions.
+The arrays are viewed with heads before rows and go to `adapters.torch.attention` (torch tensors,
+with gradients) or to `api.attention` (CuPy arrays; NumPy arrays under the simulator). Nothing is
+copied. Everything after the arrays is keyword-only. As in flash-attn 2.1 and later, causal masks
+and windows are bottom-right aligned and windows include both ends. The LSE of a row without a
+visible key is -inf here, +inf in flash-attn 2. There are no varlen and no KV-cache functions.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py, 2.8.
 """

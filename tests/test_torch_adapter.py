@@ -1,24 +1,28 @@
 """attention for torch: values, gradients, tracing, and torch's own signature.
 
-On the simulator with CPU tensors, and marked ``gpu`` with CUDA tensors. In float64 the other side is
-torch's own arithmetic; in 16 bits it is `api`, whose bits the adapter has to return.
+On the simulator with CPU tensors, and marked ``gpu`` with CUDA tensors. In float64 the other side
+is torch's own arithmetic; in fewer bits it is `api`, whose bits the adapter has to return.
 """
 
 import math
+import warnings
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from test_bug_cases import report
 
 from fa2_numba import api, backward, flash_attn, simulator
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install -e .[torch]")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch says of other packages while it is imported
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -e .[torch]")
 
-from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from torch.utils.checkpoint import checkpoint
 
-from fa2_numba.adapters import torch as adapter  # noqa: E402
+from fa2_numba.adapters import torch as adapter
 
 # float64 on both sides; sums of at most 30 terms of order 1, so errors of some 10 eps = 2e-15.
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -36,11 +40,16 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def tensors(
-    device: str, N_q: int, N_k: int, heads: tuple[int, int] = (H, H_k), dtype: Any = None
+    device: str,
+    N_q: int,
+    N_k: int,
+    heads: tuple[int, int] = (H, H_k),
+    dtype: Any = None,
+    batch: int = 1,
 ) -> list[Any]:
     """q, k and v that require grad; float64 unless another dtype is given."""
     torch.manual_seed(N_q * 100 + N_k)
-    shapes = [(B, heads[0], N_q, d), (B, heads[1], N_k, d), (B, heads[1], N_k, d)]
+    shapes = [(batch, heads[0], N_q, d), *[(batch, heads[1], N_k, d)] * 2]
     dtype = dtype or torch.float64
     return [
         torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_()
@@ -248,6 +257,18 @@ def test_double_backward_is_refused(device):
         dq.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp
+def test_forward_mode_is_refused(device):
+    """A custom operator has no rule for it: torch would say that the derivative is 0."""
+    q, k, v = (x.detach() for x in tensors(device, 3, 3))
+    with pytest.raises(NotImplementedError, match="k: got a tensor with a tangent"):
+        torch.func.jvp(lambda k: adapter.attention(q, k, v), (k,), (k,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        with pytest.raises(NotImplementedError, match="v: got a tensor with a tangent"):
+            adapter.attention(q, k, dual)
+
+
 # --- torch's machinery -----------------------------------------------------------------------
 
 
@@ -275,9 +296,23 @@ def test_the_operators_keep_torchs_rules(device, options):
         torch.library.opcheck(adapter.attention_backward, (*arrays, *options))
 
 
+@report("ComfyUI#15044")
+def test_strides_are_said_as_they_are(device, _report):
+    """What tracing was told of the output's strides differed from what a transposed q gave."""
+    x = torch.randn(1, 3, 3, 2, d, dtype=torch.float64, device=device)
+    options = (None, None, True, None, None, None, "auto", True)
+    packed = [y.transpose(1, 2) for y in x.unbind(2)]
+    copies = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in packed]
+    for arrays in (packed, copies):
+        q, k, v = (y.detach().requires_grad_() for y in arrays)
+        torch.library.opcheck(adapter.attention_forward, (q, k, v, *options))
+
+
+@report("flash-attention#2013")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["attention", "scaled_dot_product_attention"])
-def test_compiled_in_one_graph(device, compiler, name):
+def test_compiled_in_one_graph(device, compiler, name, _report):
+    """No graph came of it: the call could not be traced."""
     torch.compiler.reset()
     options: dict[str, Any] = (
         {"causal": True, "return_lse": True, "deterministic": True}
@@ -335,9 +370,7 @@ def test_checkpointed(device, reentrant):
         x.grad = None
     out.square().sum().backward()
     found = [x.grad for x in inputs]
-    for got, expected in zip(
-        found, torch.autograd.grad(want.square().sum(), inputs), strict=True
-    ):
+    for got, expected in zip(found, torch.autograd.grad(want.square().sum(), inputs), strict=True):
         assert equal_bits(got, expected)
 
 
@@ -430,15 +463,13 @@ def test_sdpa_causal(device, sizes, grouped):
     torch.testing.assert_close(got, want, **EXACT)
     weights = [torch.randn_like(got)]
     found = gradients(got, None, inputs, weights)
-    expected = torch.autograd.grad(
-        want, inputs, weights, allow_unused=True, materialize_grads=True
-    )
+    expected = torch.autograd.grad(want, inputs, weights, allow_unused=True, materialize_grads=True)
     torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (1, 6), (H, 1, 6), (B, 1, 5, 6)])
 def test_sdpa_boolean_masks(device, shape):
-    q, k, v = inputs = tensors(device, 5, 6, heads=(H, H))
+    q, k, v = inputs = tensors(device, 5, 6, heads=(H, H), batch=B)
     mask = torch.rand(shape, device=device) < 0.6
     mask[..., 0] = True  # torch's gradients are nan in a row without a key in some versions
     got = adapter.scaled_dot_product_attention(q, k, v, mask, scale=0.7)
@@ -520,7 +551,9 @@ def test_cpu_tensors_are_refused_beside_a_gpu():
 
 
 def test_flash_attn_func(device):
-    q, k, v = inputs = [x.detach().transpose(1, 2).contiguous() for x in tensors(device, 5, 6)]
+    q, k, v = inputs = [
+        x.detach().transpose(1, 2).contiguous() for x in tensors(device, 5, 6, batch=B)
+    ]
     for x in inputs:
         x.requires_grad_()
     options = {"causal": True, "softcap": 1.5, "window_size": (3, 0)}

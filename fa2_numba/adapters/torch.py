@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fa2_numba import api, backward
 
@@ -73,11 +74,12 @@ def attention(
     TypeError, ValueError
         Before any launch; the message names the argument, what was given and what is accepted.
     NotImplementedError
-        `alibi_slopes` that require grad; in a double backward.
+        `alibi_slopes` that require grad; in forward-mode derivatives; in a double backward.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("alibi_slopes", alibi_slopes)):
         if not isinstance(x, Tensor) and not (x is None and name in ("mask", "alibi_slopes")):
             raise TypeError(f"{name}: got {type(x).__qualname__}, accepted: torch.Tensor")
+        _refuse_tangent(name, x)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: got {causal!r}, accepted: True, False")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
@@ -162,6 +164,16 @@ def scaled_dot_product_attention(
     )
 
 
+def _refuse_tangent(name: str, x: Tensor | None) -> None:
+    """Refuse forward mode, in which torch takes the derivative of a custom operator for 0."""
+    if x is None or torch.compiler.is_compiling():
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: got a tensor with a tangent (forward mode), accepted: backward mode alone"
+        )
+
+
 def _autocast(x: Tensor) -> Tensor:
     """As torch casts the arguments of its own attention."""
     device = x.device.type
@@ -198,7 +210,7 @@ def attention_forward(
     _, lse = api.attention(
         *map(_array, (q, k, v)),
         causal=causal,
-        window=window and tuple(window),
+        window=_pair(window),
         mask=_array(mask),
         softcap=softcap,
         alibi_slopes=_array(alibi_slopes),
@@ -243,7 +255,7 @@ def attention_backward(
     dq, dk, dv = backward.attention_backward(
         *map(_array, (dout, q, k, v, out, lse)),
         causal=causal,
-        window=window and tuple(window),
+        window=_pair(window),
         mask=_array(mask),
         softcap=softcap,
         alibi_slopes=_array(alibi_slopes),
@@ -274,9 +286,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None and dlse is None:
         return None, None, None, *none
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = attention_backward(
-        dout, dlse, q, k, v, out, lse, mask, alibi_slopes, *ctx.options
-    )
+    gradients = attention_backward(dout, dlse, q, k, v, out, lse, mask, alibi_slopes, *ctx.options)
     return *gradients, *none
 
 
@@ -293,13 +303,22 @@ attention_backward.register_autograd(_refuse)
 # ---- tensors and arrays -----------------------------------------------------------------------
 
 
+def _pair(window: list[int] | None) -> Any:
+    """The window as `api` takes it; one of another length is left to its checks."""
+    return None if window is None else tuple(window)
+
+
 def _array(x: Tensor | None) -> Any:
     """What `api` takes: the tensor; under the simulator the NumPy array over a CPU tensor."""
-    if x is None or x.device.type != "cpu" or api.backend() != "simulator":
+    if x is None:
+        return None
+    if x.requires_grad:  # recorded already, by the operator; and a Parameter becomes a Tensor
+        x = x.detach()
+    if x.device.type != "cpu" or api.backend() != "simulator":
         return x
     if x.dtype == torch.bfloat16:  # which NumPy does not know
-        return x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.detach().numpy()
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
 
 
 def _tensor(x: Any) -> Tensor:
