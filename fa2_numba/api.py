@@ -119,7 +119,7 @@ def attention(
     Parameters
     ----------
     q : array, (N_q, d), (H, N_q, d) or (B, H, N_q, d)
-        Queries. fp32, fp64, fp16 or bf16; any strides. CuPy, torch (without autograd) or Numba
+        Queries. fp32, fp64, fp16 or bf16; any strides. CuPy, torch (autograd: adapters) or Numba
         arrays, or others with ``__cuda_array_interface__`` or DLPack, on one GPU. Kernels run on
         that device, on CuPy's or torch's current stream, else on the default stream. Under the
         simulator, NumPy arrays.

@@ -121,7 +121,7 @@ def _torch(name: str, tensor: Any) -> Operand:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
             f"{name}: requires grad, and this function is not recorded by autograd; "
-            "detach the tensor or run under torch.no_grad()"
+            "detach the tensor, run under torch.no_grad() or call fa2_numba.adapters.torch"
         )
     names = {
         torch.float32: "fp32",

@@ -1,9 +1,10 @@
 """Public bug reports about attention kernels, restated as small cases; each id names its report.
 
 The lists below say what is covered here (the backward pass in test_bug_cases_backward.py; sizes
-beyond 2**31 and torch in test_gpu.py), and what waits for features that this package does not have
-yet. A test's id starts with the report that it restates; the half-line of history beside it is in
-our words. Sizes are scaled down to the simulator's with tiles that keep the proportions.
+beyond 2**31 and torch's arrays in test_gpu.py; its compiler in test_torch_adapter.py), and what
+waits for features that this package does not have yet. A test's id starts with the report that it
+restates; the half-line of history beside it is in our words. Sizes are scaled down to the
+simulator's with tiles that keep the proportions.
 """
 
 import math
@@ -34,6 +35,7 @@ flash-attention#54 flash-attention#767 flash-attention#1054 flash-attention#1311
 flash-attention#1500 flash-attention#1977 flash-attention#2214 flash-attention#2481
 flash-attention#2611 pytorch#190857 flashattention2-custom-mask#2
 """.split()
+TORCH = "ComfyUI#15044 flash-attention#2013".split()
 WAITING = {
     "varlen": "flash-attention#1537 flash-attention#1155 flash-attention#1713 "
     "flash-attention#1773 flash-attention#2333 flash-attention#876 pytorch#187899",
@@ -41,7 +43,7 @@ WAITING = {
     "flashinfer#349",
     "dropout, probabilities": "flash-attention#1251 flash-attention#2088 flash-attention#902",
     "sinks": "flash-attention#1973",
-    "adapters": "ComfyUI#15044 flash-attention#2013 transformers#39814",
+    "packed positions": "transformers#39814",
 }
 
 ONE_WARP = SMALL_TILINGS[0]  # 4 rows, 8 keys
@@ -51,13 +53,13 @@ every_method = pytest.mark.parametrize("method", api.PORTABLE)
 
 def report(name: str) -> Any:
     """Marks a test with the report that it restates; the id becomes part of the test's."""
-    assert name in FORWARD + BACKWARD + ON_A_GPU, name
+    assert name in FORWARD + BACKWARD + ON_A_GPU + TORCH, name
     return pytest.mark.parametrize("_report", [name])
 
 
 def test_each_report_is_listed_once() -> None:
     waiting = [name for names in WAITING.values() for name in names.split()]
-    every = FORWARD + BACKWARD + ON_A_GPU + waiting
+    every = FORWARD + BACKWARD + ON_A_GPU + TORCH + waiting
     assert len(every) == len(set(every)) == 70
 
 

@@ -118,11 +118,37 @@ def test_ptx_instructions_are_written_in_ptx_alone(module):
     assert not any(name.endswith(".InlineAsm") for name in imported_by(module))
 
 
-def test_adapters_know_the_api_alone():
+def test_adapters_know_the_api_and_the_gradients_alone():
     for module in ADAPTERS:
         inside = {name for name in imported_by(module) if within(name, "fa2_numba")}
-        beyond = {name for name in inside if not within(name, "fa2_numba.api")}
+        known = ("fa2_numba.api", "fa2_numba.backward")
+        beyond = {name for name in inside if not within(name, *known)}
         assert beyond <= {"fa2_numba"}, f"{module} imports {beyond}"
+
+
+def imports_at_once(source: str) -> set[str]:
+    """Packages that `source` imports when it is imported itself: outside functions."""
+    found, waiting = set(), list(ast.parse(source).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {name.split(".")[0] for name in imports(ast.unparse(node), "")}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def test_imports_of_functions_come_later():
+    source = (
+        "import a.b\nif x:\n    from c import d\nclass E:\n    def f(self):\n        import g\n"
+    )
+    assert imports_at_once(source) == {"a", "c"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_torch_is_imported_by_its_adapter_alone(module):
+    found = "torch" in imports_at_once(MODULES[module].read_text())
+    assert found == (module == "fa2_numba.adapters.torch")
 
 
 ARROWS = re.findall(

@@ -1,0 +1,1 @@
+"""The package for other libraries, in their own ways of calling and differentiating."""
