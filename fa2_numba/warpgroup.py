@@ -24,6 +24,7 @@ from fa2_numba.ptx import (
     mov_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
+    vote_any,
 )
 from fa2_numba.tile import u32
 
@@ -298,7 +299,7 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
             for k in range(own):
                 if lane + LANES * k < d:
                     x += to_acc(O[b, h, row, lane + LANES * k]) * ZERO
-            if cuda.any_sync(0xFFFFFFFF, x != ZERO):
+            if vote_any(x != ZERO):
                 i, lo, hi = row_bounds(mask_args, b, h, row, N_q, N_k)
                 m, l = NEG_INF, ZERO
                 for j in range(lo, hi):

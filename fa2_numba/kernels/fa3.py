@@ -418,7 +418,7 @@ def build(
                         N_q,
                     )
                     clear(acc)
-                elif cuda.any_sync(0xFFFFFFFF, changed):
+                elif ptx.vote_any(changed):
                     rescale(acc, alpha)
                 finish_softmax(S, P, l, shift, c)
 
@@ -431,7 +431,7 @@ def build(
                         release(leader, step, j == j_begin, slot)
                         changed = begin_softmax(S, m, l, alpha, shift, c)
                         finish_PV(S, P, acc, l, alpha, leader, step)
-                        if cuda.any_sync(0xFFFFFFFF, changed):
+                        if ptx.vote_any(changed):
                             rescale(acc, alpha)
                         finish_softmax(S, P, l, shift, c)
 
@@ -445,7 +445,7 @@ def build(
             write(O, L, acc, m, l, of_m, np.int64(b), np.int64(h), np.int64(row), N_q)
             if group == u32(1):
                 ptx.bar_sync(1, 2 * THREADS)  # the last turn that was handed on; nobody takes it
-            if cuda.any_sync(0xFFFFFFFF, leaked != ZERO):
+            if ptx.vote_any(leaked != ZERO):
                 cuda.syncwarp()  # all its lanes see the warp's stores of O
                 O_again, L_again = hbm.phase(O, 1), hbm.phase(L, 1)
                 first_of_warp = np.int64(my_row) - np.int64(cuda.laneid) // 4

@@ -57,4 +57,5 @@ from fa2_numba.ptx.scalar import (
     rcp_approx_ftz_f32,
     shfl_bfly,
     trap_if_negative,
+    vote_any,
 )

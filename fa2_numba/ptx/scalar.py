@@ -129,8 +129,12 @@ def _shuffle_stand_in(x: Any, lanes: int) -> Any:
     return simulator.exchange(x)[simulator.lane() ^ int(lanes)]
 
 
+def _vote_stand_in(predicate: Any) -> bool:
+    return any(simulator.exchange(predicate))
+
+
 if simulator.ACTIVE:
-    shfl_bfly = _shuffle_stand_in
+    shfl_bfly, vote_any = _shuffle_stand_in, _vote_stand_in
 else:
     from numba import cuda
 
@@ -141,3 +145,11 @@ else:
         PTX ISA, "Data Movement and Conversion Instructions: shfl.sync". All 32 lanes take part.
         """
         return cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes)
+
+    @cuda.jit(device=True)
+    def vote_any(predicate):
+        """``vote.sync.any``: whether it holds in some lane of the warp. All 32 lanes take part.
+
+        PTX ISA, "Parallel Synchronization and Communication Instructions: vote.sync".
+        """
+        return cuda.any_sync(0xFFFFFFFF, predicate)
