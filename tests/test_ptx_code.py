@@ -86,6 +86,8 @@ def single_values(out):
     out[2] = uint32(ptx.max_f32(x, y))
     out[3] = uint32(ptx.rcp_approx_ftz_f32(x))
     ptx.trap_if_negative(y)
+    if ptx.vote_any(x > y):
+        out[4] = 1
 
 
 def registers_of_a_warpgroup(out):
@@ -118,7 +120,9 @@ def registers_of_a_warpgroup(out):
         (packing, {
             r"F2FP\.BF16\.F32\.PACK_AB": 1, r"F2FP\.F16\.F32\.PACK_AB": 1, r"STSM\.16\.M88\.4": 1,
         }),
-        (single_values, {r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1}),
+        (single_values, {
+            r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1, r"VOTE\.ANY": 1,
+        }),
         (registers_of_a_warpgroup, {
             r"USETMAXREG\.TRY_ALLOC": 1, r"USETMAXREG\.DEALLOC": 1, r"ELECT": 1,
         }),

@@ -33,7 +33,7 @@ def run(kernel: Any, *args: Any) -> None:
 
 
 def softmax_begun(S: np.ndarray, before: np.ndarray, c: float, maxima_first: bool) -> Any:
-    """m, l and alpha of 16 rows, which lanes saw a change, and the scores, after `begin_softmax`."""
+    """m, l, alpha of 16 rows, which lanes saw a change, and the scores, after `begin_softmax`."""
     begin, _ = warpgroup.online_softmax(N, "bf16", maxima_first)
 
     def kernel(S, before, c, numbers, changed, after):
