@@ -155,7 +155,8 @@ class Run:
         What is known already.
     target : Path
         Where it is written.
-    watch : Watch
+    watch : Watch, optional
+        What all but "host" need; it may be set later.
     begin : float
         When the run began, on ``time.monotonic``'s clock.
     """
@@ -165,7 +166,7 @@ class Run:
         options: argparse.Namespace,
         record: dict[str, Any],
         target: Path,
-        watch: "Watch",
+        watch: "Watch | None",
         begin: float,
     ) -> None:
         self.options, self.record, self.target = options, record, target
@@ -456,15 +457,21 @@ def to_compile(options: argparse.Namespace) -> list[tuple[str, Cell]]:
 
 
 def measured(run: Run) -> None:
-    """The sections that were asked for, in an order that leaves the long ones last."""
+    """The sections that were asked for but "host", in an order that leaves the long ones last."""
     run.matrix_product()
     for section in run.options.sections:
-        try:
-            getattr(run, section)()
-        except Exception as error:  # what the others find is not lost
-            run.record["skipped"].append({"section": section, "reason": peers.reason(error)})
-            print(f"skipped: the rest of {section}: {peers.reason(error)}", flush=True)
-        run.write()
+        if section != "host":
+            one_section(run, section)
+
+
+def one_section(run: Run, section: str) -> None:
+    """One of `SECTIONS`; what breaks it is recorded."""
+    try:
+        getattr(run, section)()
+    except Exception as error:  # what the others find is not lost
+        run.record["skipped"].append({"section": section, "reason": peers.reason(error)})
+        print(f"skipped: the rest of {section}: {peers.reason(error)}", flush=True)
+    run.write()
 
 
 def main() -> None:
@@ -505,8 +512,10 @@ def main() -> None:
         },
         "before": state(),
     }
-    watch = Watch()
-    run = Run(options, record, target, watch, begin)
+    run = Run(options, record, target, None, begin)
+    if "host" in options.sections:
+        one_section(run, "host")  # before a thread reads the clock: both would need the interpreter
+    run.watch = watch = Watch()
     try:
         measured(run)
     finally:
