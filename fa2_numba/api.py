@@ -25,6 +25,7 @@ from fa2_numba.launch import (
 )
 from fa2_numba.problem import Layout, Problem, acc_type
 from fa2_numba.tiling import (
+    BOX_COLUMNS,
     DTYPE_BYTES,
     HOPPER_SHARED_BYTES,
     MAX_HEAD_DIM,
@@ -454,13 +455,16 @@ class _Shape:
 
     def _box_error(self) -> Exception | None:
         """Why the hardware cannot copy boxes of Q, K or V; None if it can."""
+        box = (1, 1, WARPGROUP_ROWS, BOX_COLUMNS)
         queries, keys = (self.H, self.N_q), (self.H_k, self.N_k)
         for name, (heads, rows) in zip("QKV", (queries, keys, keys), strict=True):
             shape = (self.B, heads, rows, self.d)
             layout = self.layouts.get(name) or Layout.contiguous(shape, DTYPE_BYTES[self.dtype])
             if 0 not in layout.shape:
                 try:
-                    tensor_map.check(name.lower(), layout, (1, 1, 64, 64), self.dtype)
+                    tensor_map.check(
+                        name.lower(), layout, (1, 1, WARPGROUP_ROWS, BOX_COLUMNS), self.dtype
+                    )
                 except ValueError as error:
                     return error
         return None

@@ -32,6 +32,7 @@ from fa2_numba import masking
 from fa2_numba.masking import EMPTY, FULL, UNCHANGED, BooleanArray, Table, tile_functions
 from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
 from fa2_numba.tiling import (
+    BOX_COLUMNS,
     DTYPE_BYTES,
     WARPGROUP_ROWS,
     Tiling,
@@ -43,7 +44,6 @@ from fa2_numba.traffic import Traffic
 
 WARP = 32  # lanes
 SECTOR = 32  # bytes
-BOX_COLUMNS = 64  # of a box that the hardware copies
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -25,10 +25,10 @@ import numpy as np
 
 from fa2_numba import simulator
 from fa2_numba.problem import Layout
+from fa2_numba.tiling import BOX_COLUMNS
 
 DTYPES = ("bf16", "fp16")
 ITEMSIZE = 2
-BOX_COLUMNS = 64  # one row of the 128-byte swizzle
 LARGEST_BOX = 256  # elements along the other axes
 ALIGNMENT = 16  # bytes, of the array and of its strides
 MAP_BYTES = 128

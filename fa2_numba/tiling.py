@@ -28,6 +28,8 @@ REGISTERS_PER_SM = 65536
 BANK_BYTES = 128  # one line of the 32 four-byte banks of shared memory
 VECTOR_BYTES = 16  # the widest load or store of one thread
 WARPGROUP_ROWS = 64  # rows of a product of a Hopper warpgroup
+BOX_COLUMNS = 64  # of a box that the hardware copies: 16-bit elements in a row of 128 bytes
+CONSUMER_REGISTERS = {2: 232, 3: 160}  # of a thread of fa3's consumers, by how many there are
 HOPPER_SHARED_BYTES = 232_448  # of a block on sm_90
 HOPPER_INFO = 128  # bytes of what fa3's producer tells of the row tiles in flight
 
@@ -199,7 +201,7 @@ class Tiling:
         tile; two K_j and V_j. For each of these places a barrier that ends when it is full, one
         when it is empty.
         """
-        consumers, row = self.B_r // WARPGROUP_ROWS, ceil_div(d, 64) * 128
+        consumers, row = self.B_r // WARPGROUP_ROWS, ceil_div(d, BOX_COLUMNS) * BANK_BYTES
         q_size, kv_size = WARPGROUP_ROWS * row, self.B_c * row
         for q_stages in (2, 1):
             sizes = {
@@ -306,7 +308,7 @@ class Tiling:
         if method == "fa3":
             self._check_hopper()
             consumers, registers = self.B_r // WARPGROUP_ROWS, self.hopper_registers(d)
-            most = {2: 232, 3: 160}[consumers]
+            most = CONSUMER_REGISTERS[consumers]
             if registers > most:
                 raise ValueError(
                     f"tiling: {self} needs about {registers} registers a thread for method=fa3, "

@@ -27,9 +27,9 @@ from fa2_numba.ptx import (
     vote_any,
 )
 from fa2_numba.tile import u32
+from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 
 THREADS = 128
-ROWS = 64  # of a warpgroup's accumulators
 LANES = 32
 PACK = {"bf16": cvt_rn_bf16x2_f32, "fp16": cvt_rn_f16x2_f32}
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32("-inf")

@@ -31,11 +31,11 @@ from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.problem import Problem
 from fa2_numba.smem import shared_tile
 from fa2_numba.tile import u32
-from fa2_numba.tiling import HOPPER_INFO, Tiling
+from fa2_numba.tiling import BOX_COLUMNS, CONSUMER_REGISTERS, HOPPER_INFO, Tiling
+from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
     NEG_INF,
     ONE,
-    ROWS,
     THREADS,
     ZERO,
     first_row,
@@ -47,8 +47,7 @@ from fa2_numba.warpgroup import (
     zero_times,
 )
 
-BOX = 64  # columns of a box
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers
+PRODUCER_REGISTERS = {2: 40, 3: 32}  # of a thread, by how many consumers there are
 # What the producer tells the consumers of a row tile: its first row, head, batch, the range of j,
 # the first full tile and the number of full tiles.
 FIRST_ROW, HEAD, BATCH, J_BEGIN, J_END, FULL_BEGIN, FULL_TILES, FIELDS = range(8)
@@ -89,7 +88,7 @@ def build(
     B_r, B_c = tiling.B_r, tiling.B_c
     consumers = B_r // ROWS
     threads = THREADS * (1 + consumers)
-    boxes, width = -(-d // BOX), -(-d // 16) * 16  # of a row of d; d as products take it
+    boxes, width = -(-d // BOX_COLUMNS), -(-d // 16) * 16  # of a row of d; d as products take it
     q_box, k_box = ROWS * ptx.ROW_BYTES, B_c * ptx.ROW_BYTES
     in_S, in_P, in_O = B_c // 2, B_c // 4, width // 2  # registers of a thread
     fmt = FORMATS[dtype]
@@ -133,8 +132,8 @@ def build(
     wait_first_S, wait_S = (ptx.wgmma_wait_group(pending, in_S) for pending in (0, 1))
     wait_O = ptx.wgmma_wait_group(0, in_O, in_P, in_S)
     wait_last_O = ptx.wgmma_wait_group(0, in_O, in_P)
-    fewer, more = REGISTERS[consumers]
-    give_back_registers, take_registers = ptx.setmaxnreg_dec(fewer), ptx.setmaxnreg_inc(more)
+    give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS[consumers])
+    take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[consumers])
 
     tile_range, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
     prepare, _ = change.functions(hbm.device, np.float32)
@@ -143,7 +142,7 @@ def build(
     begin_softmax, finish_softmax = online_softmax(B_c, dtype, maxima_first=consumers == 3)
     rescale, write = rescaler(width), output_writer(d, width, dtype, store_width)
     zero_of, recompute = zero_times(width), row_recomputer(d, rule, change, fmt)
-    load_Q, load_KV = (hbm.box_loader(boxes, rows, BOX) for rows in (ROWS, B_c))
+    load_Q, load_KV = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (ROWS, B_c))
 
     # ---- which row tiles, which tiles of theirs -------------------------------------------------
 
@@ -502,9 +501,9 @@ def launch(problem: Problem, A: Operands) -> None:
         min(row_tiles, processors(A.device)),
         THREADS + t.threads,
         shared_bytes,
-        A.boxes("Q", (1, 1, ROWS, BOX), "load Q_i"),
-        A.boxes("K", (1, 1, t.B_c, BOX), "load K_j, V_j"),
-        A.boxes("V", (1, 1, t.B_c, BOX), "load K_j, V_j"),
+        A.boxes("Q", (1, 1, ROWS, BOX_COLUMNS), "load Q_i"),
+        A.boxes("K", (1, 1, t.B_c, BOX_COLUMNS), "load K_j, V_j"),
+        A.boxes("V", (1, 1, t.B_c, BOX_COLUMNS), "load K_j, V_j"),
         A.array("Q", "recompute"),
         A.array("K", "recompute"),
         A.array("V", "recompute"),
