@@ -462,9 +462,7 @@ class _Shape:
             layout = self.layouts.get(name) or Layout.contiguous(shape, DTYPE_BYTES[self.dtype])
             if 0 not in layout.shape:
                 try:
-                    tensor_map.check(
-                        name.lower(), layout, (1, 1, WARPGROUP_ROWS, BOX_COLUMNS), self.dtype
-                    )
+                    tensor_map.check(name.lower(), layout, box, self.dtype)
                 except ValueError as error:
                     return error
         return None
