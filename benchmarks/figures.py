@@ -8,6 +8,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections import defaultdict
@@ -110,17 +111,35 @@ def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tests_line(record: dict[str, Any]) -> str:
-    """What `make test-gpu` ran."""
-    what = "a selection of the GPU tests" if " -k " in record["command"] else "all GPU tests"
-    if record.get("part"):
-        what = f"part {record['part']} of the GPU tests"
-    failed = f" ({', '.join(record['failures'])})" if record["failures"] else ""
-    return (
-        f"On a GPU, {what}: {record['passed']:,} passed, {record['failed']:,} failed{failed}, "
-        f"{record['xfailed']:,} expected to fail, {record['skipped']:,} skipped, "
-        f"{record['examples']:,} hypothesis examples, in "
-        f"{record['seconds']:.0f} s. {provenance(record)}."
+def tests_table(records: list[dict[str, Any]]) -> str:
+    """What `make test-gpu` ran, a record a row, the oldest first."""
+    records = sorted(records, key=lambda record: record["date"])
+    rows = []
+    for record in records:
+        files = ", ".join(f"`{Path(file).name}`" for file in record.get("files", ()))
+        chosen = re.search(r" -k ('[^']*'|\S+)", record["command"])
+        where = files or (f"part {record['part']} of all" if record.get("part") else "all")
+        rows.append(
+            (
+                where + (f", -k {chosen[1]}" if chosen else ""),
+                *(f"{record[outcome]:,}" for outcome in ("passed", "failed", "skipped")),
+                f"{record['not_reached']:,}",
+                f"{record['examples']:,}",
+                f"{record['seconds']:.0f} s",
+                record["commit"][:7],
+            )
+        )
+    failed = "; ".join(
+        f"{', '.join(record['failures'])} (commit {record['commit'][:7]})"
+        for record in records
+        if record["failures"]
+    )
+    below = f"Failed: {failed}. " if failed else ""
+    header = ("tests marked gpu", "passed", "failed", "skipped", "of these not reached")
+    return table(
+        (*header, "hypothesis examples", "time", "commit"),
+        rows,
+        f"{below}Latest: {provenance(records[-1])}.",
     )
 
 
@@ -278,6 +297,24 @@ def cycles_table(record: dict[str, Any]) -> str:
     )
 
 
+def sanitizer_table(record: dict[str, Any]) -> str:
+    """What each tool of compute-sanitizer said of fa3, and which planted faults it saw."""
+    rows = []
+    for tool in record["tools"]:
+        faults = [fault for fault in record["faults"] if fault["tool"] == tool["tool"]]
+        seen, missed = (
+            "; ".join(fault["fault"] for fault in faults if bool(fault["errors"]) is which)
+            for which in (True, False)
+        )
+        rows.append((tool["tool"], tool["cases_right"], tool["errors"], seen, missed))
+    header = ("tool", "cases of fa3 that are right", "errors", "planted faults seen", "not seen")
+    return table(
+        header,
+        rows,
+        f"compute-sanitizer {record['compute_sanitizer']}. {provenance(record)}.",
+    )
+
+
 # Part of the README to the record that fills it. Without the record the part stays as it is.
 GENERATED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "speed": ("readable.json", speed_table),
@@ -288,6 +325,7 @@ GENERATED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "cycles": ("cycles.json", cycles_table),
     "forward": ("forward.json", speed.forward_part),
     "long_context": ("long_context.json", speed.long_context_part),
+    "sanitizer": ("sanitizer.json", sanitizer_table),
 }
 
 
@@ -312,7 +350,7 @@ def main() -> None:
         if record := load(folder, file):
             text = fill(text, name, written(record))
     if tests := [load(folder, path.name) for path in sorted(folder.glob("tests*.json"))]:
-        text = fill(text, "tests", "\n\n".join(tests_line(record) for record in tests))
+        text = fill(text, "tests", tests_table(tests))
     if (rows := load(folder, "report/traffic.json")) and (
         about := load(folder, "report/about.json")
     ):

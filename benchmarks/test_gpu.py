@@ -2,7 +2,8 @@
 
 Runs every test marked ``gpu`` with the Hypothesis profile "gpu" and writes
 ``benchmarks/results/<GPU>/tests.json``: the machine, the versions, how many tests and examples of
-properties ran, and what became of them. Exits as pytest does.
+properties ran, and what became of them. Exits as pytest does. A part of the tests, or a selection
+with a name, has a record of its own: ``--name fa3 --files tests/test_fa3_gpu.py``.
 
 Most of the time goes into compiling kernels, so several workers share the GPU. Tests marked
 ``alone`` measure time; they run one after the other when the workers are done (in the last part).
@@ -11,6 +12,7 @@ Most of the time goes into compiling kernels, so several workers share the GPU. 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -66,8 +68,18 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--part", metavar="K/N", help="run the K-th of N parts of the tests, recorded on its own"
     )
+    parser.add_argument("--name", help="record what is selected as tests-NAME.json")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="F", help="the tests of these files alone"
+    )
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="as pytest's -k")
     parser.add_argument("--no-record", action="store_true", help="write no file")
-    return parser.parse_known_args()
+    ours, for_pytest = parser.parse_known_args()
+    if ours.name and ours.part:
+        parser.error("--name: a part of the tests has its name already")
+    if (ours.files or ours.k) and not (ours.name or ours.no_record):
+        parser.error("--files, -k: with --name or --no-record, the record of all tests stays")
+    return ours, for_pytest
 
 
 def main() -> int:
@@ -90,11 +102,12 @@ def main() -> int:
         os.environ["FA2_TEST_PART"] = ours.part
     if ours.time_limit:
         os.environ["FA2_TEST_DEADLINE"] = str(started + ours.time_limit)
-    recorder, shared = Recorder(), ["-q", "-p", "no:benchmark", *for_pytest]
+    recorder, shared = Recorder(), ["-q", "-p", "no:benchmark", "-k", ours.k, *for_pytest]
+    files = ours.files or [str(TESTS)]
     workers = ["-n", str(ours.workers), "--dist", "loadgroup"] if ours.workers > 1 else []
 
     def run(which: str, *more: str) -> int:
-        found = int(pytest.main([str(TESTS), "-m", which, *more, *shared], plugins=[recorder]))
+        found = int(pytest.main([*files, "-m", which, *more, *shared], plugins=[recorder]))
         return 0 if found == pytest.ExitCode.NO_TESTS_COLLECTED else found
 
     code = run("gpu and not alone", *workers)
@@ -106,10 +119,12 @@ def main() -> int:
         print("test_gpu: no test ran, see the reasons above", file=sys.stderr)
         code = 1
 
+    chosen = ["-k", ours.k] if ours.k else []
     record = {
         **about,
-        "command": f"pytest -m gpu {' '.join(for_pytest)}".strip(),
+        "command": shlex.join(["pytest", *ours.files, "-m", "gpu", *chosen, *for_pytest]),
         "part": ours.part,
+        "files": ours.files,
         "profile": ours.profile,
         "workers": ours.workers,
         "exit_code": code,
@@ -117,8 +132,8 @@ def main() -> int:
         "seconds": round(time.time() - started, 1),
     }
     if not ours.no_record:
-        name = f"tests-{ours.part.replace('/', 'of')}" if ours.part else "tests"
-        path = results_folder(about["gpu"]) / f"{name}.json"
+        name = ours.part.replace("/", "of") if ours.part else ours.name
+        path = results_folder(about["gpu"]) / f"tests{f'-{name}' if name else ''}.json"
         path.write_text(json.dumps(record, indent=2) + "\n")
         print(f"written: {path}")
     return code

@@ -128,7 +128,21 @@ def long_context():
 
 
 SECTIONS = {"forward": forward(), "long_context": long_context()}  # more than one table each
+
+
+def sanitized():
+    return {
+        **ABOUT, "compute_sanitizer": "2026.4",
+        "tools": [{"tool": "memcheck", "cases_right": 4, "errors": 0}],
+        "faults": [{"fault": "past the end", "tool": "memcheck", "errors": 1},
+                   {"fault": "a hole", "tool": "memcheck", "errors": 0},
+                   {"fault": "a hang", "tool": "memcheck", "errors": None},
+                   {"fault": "a race", "tool": "racecheck", "errors": 1}],
+    }  # fmt: skip
+
+
 RECORDS = {
+    "sanitizer": sanitized(),
     "verify": verified(),
     "levels": at_levels(),
     "phases": phases(),
@@ -152,6 +166,39 @@ def part(name):
     file, written = figures.GENERATED[name]
     assert file == f"{name}.json"
     return parts(written(json.loads(json.dumps(RECORDS[name]))))
+
+
+def test_a_tool_is_shown_with_its_own_faults():
+    (_, row), below = part("sanitizer")
+    assert row == ["memcheck", "4", "0", "past the end", "a hole; a hang"]
+    assert below.startswith("compute-sanitizer 2026.4. ")
+
+
+def run_of_tests(**more):
+    """A record of `python -m benchmarks.test_gpu`."""
+    return {
+        **ABOUT, "command": "pytest -m gpu --durations=9", "part": None, "passed": 1200,
+        "failed": 0, "skipped": 3, "not_reached": 2, "examples": 21_600, "seconds": 99.6,
+        "failures": [], **more,
+    }  # fmt: skip
+
+
+def test_a_record_of_tests_is_a_row_the_oldest_first():
+    records = [
+        run_of_tests(part="1/2", commit="0123456789", failed=1, failures=["a::b", "c"]),
+        run_of_tests(date="2025-01-01"),
+        run_of_tests(
+            files=["tests/a.py", "b.py"], command="pytest tests/a.py b.py -m gpu -k 'not c'"
+        ),
+    ]
+    (_, *rows), below = parts(figures.tests_table(records))
+    numbers = ["3", "2", "21,600", "100 s"]
+    assert rows == [
+        ["all", "1,200", "0", *numbers, "abc"],
+        ["part 1/2 of all", "1,200", "1", *numbers, "0123456"],
+        ["`a.py`, `b.py`, -k 'not c'", "1,200", "0", *numbers, "abc"],
+    ]
+    assert below == f"Failed: a::b, c (commit 0123456). Latest: {WHERE}"
 
 
 def test_numbers_of_the_verification_are_added_up_by_counter():

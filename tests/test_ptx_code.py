@@ -266,3 +266,43 @@ def test_tiles_and_addresses_are_of_one_memory(hopper: Path) -> None:
     ]
     code = compile_kernel(cuda.jit(kernel), (WORDS,), 32, hopper)
     assert code.using("STS")
+
+
+# ---- planted faults ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "there", "missing"),
+    [
+        ("a thread stores past the end", {"STG.E"}, set()),
+        ("a tensor copy loads past the end", {"UTMALDG.2D"}, set()),
+        ("a tensor copy stores past the end", {"UTMASTG.2D"}, set()),
+        ("threads without a barrier", {"STS", "LDS"}, {"BAR.SYNC.DEFER_BLOCKING"}),
+        ("threads read before a tensor copy is there", {"UTMALDG.2D", "LDS.U16"}, set()),
+        ("half a warp at a barrier", {"BAR.SYNC.DEFER_BLOCKING"}, set()),
+        ("an mbarrier that was not initialised", {"SYNCS.ARRIVE.TRANS64.A1T0"}, {"SYNCS.EXCH.64"}),
+        ("a thread loads what nobody wrote", {"LDG.E"}, set()),
+        ("a tensor copy loads what nobody wrote", {"UTMALDG.2D"}, set()),
+    ],
+)
+def test_planted_faults_are_in_the_code(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch, fault: str, there: set[str], missing: set[str]
+) -> None:
+    """What compute-sanitizer is asked to see: a compiler may have left it out."""
+    import sanitizer_faults
+
+    codes = []
+
+    def compiled(kernel: Any, shared_bytes: int, *args: Any) -> None:
+        arguments = tuple(kernel.typeof_pyval(x) for x in args)
+        codes.append(compile_kernel(kernel, arguments, sanitizer_faults.THREADS, hopper))
+
+    monkeypatch.setattr(sanitizer_faults, "run", compiled)
+    monkeypatch.setattr(
+        sanitizer_faults, "new", lambda shape, dtype=np.float32: np.empty(shape, dtype)
+    )
+    monkeypatch.setattr(sanitizer_faults, "boxes", lambda rows: None)
+    monkeypatch.setattr(sanitizer_faults, "bf16_map", lambda array, rows: 1 << 40)
+    sanitizer_faults.FAULTS[fault][1]()
+    (code,) = codes
+    assert there <= set(code.opcodes) and not missing & set(code.opcodes)
