@@ -27,8 +27,9 @@ TESTS = Path(__file__).parent.parent / "tests"
 CASES, FAULTS = TESTS / "fa3_sanitizer.py", TESTS / "sanitizer_faults.py"
 BARRIERS = ("--num-cuda-barriers", "32")  # in inline PTX the compiler does not count them
 TOOLS: dict[str, tuple[str, ...]] = {
-    # Libraries ask the driver for what it may not have; such calls are no errors of a kernel.
-    "memcheck": ("--report-api-errors", "no"),
+    # Libraries ask the driver for what it may not have; such calls are no errors of a kernel. Bytes
+    # behind each allocation keep the next one away.
+    "memcheck": ("--report-api-errors", "no", "--padding", "65536"),
     "racecheck": BARRIERS,
     "synccheck": BARRIERS,
     "initcheck": (),

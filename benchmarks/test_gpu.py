@@ -64,6 +64,12 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--workers", type=int, default=workers, help=f"processes (default here {workers})"
     )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="each worker sees one of N GPUs (default: all see all)",
+    )
     parser.add_argument("--profile", default=os.environ.get("HYPOTHESIS_PROFILE", "gpu"))
     parser.add_argument(
         "--part", metavar="K/N", help="run the K-th of N parts of the tests, recorded on its own"
@@ -100,6 +106,8 @@ def main() -> int:
     }
     if ours.part:
         os.environ["FA2_TEST_PART"] = ours.part
+    if ours.gpus:
+        os.environ["FA2_TEST_GPUS"] = str(ours.gpus)
     if ours.time_limit:
         os.environ["FA2_TEST_DEADLINE"] = str(started + ours.time_limit)
     recorder, shared = Recorder(), ["-q", "-p", "no:benchmark", "-k", ours.k, *for_pytest]
@@ -127,6 +135,7 @@ def main() -> int:
         "files": ours.files,
         "profile": ours.profile,
         "workers": ours.workers,
+        "gpus": ours.gpus,
         "exit_code": code,
         **recorder.numbers,
         "seconds": round(time.time() - started, 1),

@@ -16,6 +16,11 @@ from hypothesis import HealthCheck, settings
 
 from fa2_numba import simulator
 
+# FA2_TEST_GPUS=2: each xdist worker sees one of the first two GPUs, in turns.
+if "FA2_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    _worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(_worker % int(os.environ["FA2_TEST_GPUS"]))
+
 _common: dict[str, Any] = {
     "deadline": None,  # the first example compiles, or runs in the simulator
     "suppress_health_check": [HealthCheck.too_slow],

@@ -1,6 +1,7 @@
 """What the tests of fa3 on a GPU draw, and how far its output may be from float64. In torch.
 
-Everything happens on the tensors' own device, so that an example costs a millisecond or two.
+Everything happens on the tensors' own device. Small problems of many processes are faster on the
+CPU: on one GPU their many small kernels wait for each other.
 """
 
 import math
@@ -8,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-TINY = {"bf16": 0.0, "fp16": 2.0**-25}  # half the smallest number: P~ and O may be below it
+# Below it P~ and O may be rounded to 0: half the smallest fp16; the smallest normal fp32, below
+# which ex2.approx.ftz gives 0.
+TINY = {"bf16": 2.0**-126, "fp16": 2.0**-25}
 FP32 = 2.0**-21  # 8 units of roundoff, for exp2, scale, division and log
 STEP = 2.0**-23  # of each 16 products that the tensor cores add, which truncates the sum
 SIGMAS = 2.0  # of a sum of roundings, whose own size is at most 0.58 u
@@ -53,6 +56,12 @@ def placed(torch: Any, values: Any, layout: str) -> tuple[Any, Any]:
         view = buffer
     view.copy_(values)
     return view, buffer
+
+
+def moved(view: Any, buffer: Any, device: Any) -> tuple[Any, Any]:
+    """The view and the buffer that `placed` returns on another device, bit by bit."""
+    there = buffer.to(device)
+    return there.as_strided(view.shape, view.stride(), view.storage_offset()), there
 
 
 def inputs(torch: Any, draw: Draw, d: int, dtype: Any, device: Any) -> tuple[Any, Any, Any]:
@@ -108,7 +117,7 @@ def allowed(
     A kernel that multiplies in the dtype and adds in fp32 rounds every p_j and O itself, each by a
     relative u at most. That moves an element of O by at most ``u (A + |O|)``, with
     A = sum_j p_j |v_j|; and as the roundings of the keys are independent, its typical size is
-    below ``u sqrt(sum_j p_j^2 v_j^2 + O^2)``. p~ below the smallest fp16 add `TINY` |v_j| each.
+    below ``u sqrt(sum_j p_j^2 v_j^2 + O^2)``. p~ below the smallest number add `TINY` |v_j| each.
 
     In fp32, a score errs by ``8 FP32 + (FP32 + d / 16 STEP) scale |q| . |k|`` at most; p by the
     same, relatively, O by that times ``A + |O|``, and the LSE by it alone. The sum of P V itself

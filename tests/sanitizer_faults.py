@@ -72,12 +72,12 @@ def copy_second_box(source, target):
 
 
 def tensor_copy_loads_past_the_end() -> None:
-    short, whole = boxes(ROWS), boxes(2 * ROWS)
+    whole, short = boxes(2 * ROWS), boxes(ROWS)  # nothing behind the short one
     run(copy_second_box, BOX_BYTES + 8, bf16_map(short, 2 * ROWS), bf16_map(whole, 2 * ROWS))
 
 
 def tensor_copy_stores_past_the_end() -> None:
-    short, whole = boxes(ROWS), boxes(2 * ROWS)
+    whole, short = boxes(2 * ROWS), boxes(ROWS)  # nothing behind the short one
     run(copy_second_box, BOX_BYTES + 8, bf16_map(whole, 2 * ROWS), bf16_map(short, 2 * ROWS))
 
 

@@ -52,9 +52,10 @@ def test_a_selection_has_its_own_record(monkeypatch, tmp_path, given, file, file
     monkeypatch.setattr(test_gpu, "environment", lambda: ABOUT)
     monkeypatch.setattr(test_gpu, "results_folder", lambda gpu: tmp_path)
     monkeypatch.setattr(test_gpu.pytest, "main", run)
-    monkeypatch.setattr(test_gpu.os, "environ", {})
-    monkeypatch.setattr(sys, "argv", ["test_gpu", "--workers", "1", *given])
-    assert test_gpu.main() == 0
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(test_gpu.os, "environ", environ)
+    monkeypatch.setattr(sys, "argv", ["test_gpu", "--workers", "1", "--gpus", "2", *given])
+    assert test_gpu.main() == 0 and environ["FA2_TEST_GPUS"] == "2"
     assert all(call[: len(files) + 1] == [*files, "-m"] for call in calls)
     assert all(call[call.index("-k") + 1] == ("not c" if "-k" in given else "") for call in calls)
     (written,) = tmp_path.iterdir()
