@@ -9,7 +9,7 @@ def provenance(record: dict[str, Any]) -> str:
     versions = record["versions"]
     shown = ", ".join(f"{p} {versions[p]}" for p in ("numba-cuda", "torch") if p in versions)
     return (
-        f"{record['gpu']}, driver {record['driver']}, {shown}, commit {record['commit']}, "
+        f"{record['gpu']}, driver {record['driver']}, {shown}, commit {record['commit'][:7]}, "
         f"{record['date']}"
     )
 

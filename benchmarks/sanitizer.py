@@ -5,8 +5,8 @@ Runs ``tests/fa3_sanitizer.py`` under each of the four tools, and each planted f
 something only where it sees such a fault. Writes ``benchmarks/results/<GPU>/sanitizer.json``. Exits
 with 1 if a case of fa3 was wrong or had an error, or if a tool saw none of its faults.
 
-What reads tensor copies is new (memcheck since 2026.2): ``pip install nvidia-cuda-sanitizer-api``
-has a later compute-sanitizer than the toolkit may have; `--compute-sanitizer` says where it is.
+``pip install nvidia-cuda-sanitizer-api`` has a later compute-sanitizer than the toolkit may have;
+`--compute-sanitizer` says where it is.
 """
 
 import argparse

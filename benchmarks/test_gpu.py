@@ -32,7 +32,8 @@ class Recorder:
     """A pytest plugin that adds up the numbers of terminal summaries."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, Any] = dict.fromkeys((*OUTCOMES, "not_reached", "examples"), 0)
+        counted = ("not_reached", "examples", "examples_left_out")
+        self.numbers: dict[str, Any] = dict.fromkeys((*OUTCOMES, *counted), 0)
         self.numbers["failures"] = []
 
     @pytest.hookimpl(trylast=True)
@@ -47,10 +48,12 @@ class Recorder:
         self.numbers["failures"] += [
             report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())
         ]
-        counters = (getattr(p, "examples_run", None) for p in config.pluginmanager.get_plugins())
-        examples = next((c() for c in counters if callable(c)), 0)
+        plugins = config.pluginmanager.get_plugins()
+        counters = (getattr(plugin, "examples_counted", None) for plugin in plugins)
+        ran = next((c() for c in counters if callable(c)), {"run": 0, "left_out": 0})
         # A second summary in this process may count on from the first; it has no properties.
-        self.numbers["examples"] = max(self.numbers["examples"], examples)
+        for name, number in (("examples", ran["run"]), ("examples_left_out", ran["left_out"])):
+            self.numbers[name] = max(self.numbers[name], number)
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:

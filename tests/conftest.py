@@ -88,28 +88,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # ---- how many examples ran --------------------------------------------------------------------
 
-_of_workers = 0
+_of_workers = dict.fromkeys(strategies.examples, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
     """xdist: add up what the workers ran."""
-    global _of_workers
-    _of_workers += getattr(node, "workeroutput", {}).get("examples_run", 0)
+    for what, number in getattr(node, "workeroutput", {}).get("examples", {}).items():
+        _of_workers[what] += number
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """xdist: tell the controller how many examples this worker ran."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["examples_run"] = strategies.examples_run
+        session.config.workeroutput["examples"] = strategies.examples
 
 
-def examples_run() -> int:
-    """Examples run by this process and its workers."""
-    return strategies.examples_run + _of_workers
+def examples_counted() -> dict[str, int]:
+    """Examples that this process and its workers ran, and those left out for lack of time."""
+    return {what: number + _of_workers[what] for what, number in strategies.examples.items()}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say it."""
-    terminalreporter.write_line(f"{examples_run()} examples of properties ran")
+    ran = examples_counted()
+    more = f", {ran['left_out']} left out by the time limit" if ran["left_out"] else ""
+    terminalreporter.write_line(f"{ran['run']} examples of properties ran{more}")

@@ -38,7 +38,9 @@ DTYPES = {
 # ---- how often, and how long ------------------------------------------------------------------
 
 EXAMPLES_FACTOR = {"ci": 1, "gpu": 6, "deep": 40}
-examples_run = 0  # by the properties of this process, for the record of a test run
+# By the properties of this process, for the record of a test run: examples that ran, and those that
+# its time limit left out.
+examples = {"run": 0, "left_out": 0}
 
 
 def deadline() -> float | None:
@@ -52,23 +54,24 @@ def too_late() -> bool:
     return limit is not None and time.time() > limit
 
 
-def forall(examples: int, *drawn: Any) -> Callable[[Callable[..., None]], Any]:
-    """``given(*drawn)`` for `examples` examples in the profile "ci", more in the others.
+def forall(number: int, *drawn: Any) -> Callable[[Callable[..., None]], Any]:
+    """``given(*drawn)`` for `number` examples in the profile "ci", more in the others.
 
-    Counts what runs. After the time limit of the run the remaining examples pass unrun and
-    uncounted.
+    Counts what runs. After the time limit of the run the remaining examples pass unrun, counted as
+    left out.
     """
     factor = EXAMPLES_FACTOR.get(settings.get_current_profile_name(), 1)
 
     def decorate(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
         def counted(*args: Any, **kwargs: Any) -> None:
-            global examples_run
-            if not too_late():
-                test(*args, **kwargs)
-                examples_run += 1
+            if too_late():
+                examples["left_out"] += 1
+                return
+            test(*args, **kwargs)
+            examples["run"] += 1
 
-        return settings(max_examples=examples * factor)(given(*drawn)(counted))
+        return settings(max_examples=number * factor)(given(*drawn)(counted))
 
     return decorate
 

@@ -185,8 +185,8 @@ def run_of_tests(**more):
 
 def test_a_record_of_tests_is_a_row_the_oldest_first():
     records = [
-        run_of_tests(part="1/2", commit="0123456789", failed=1, failures=["a::b", "c"]),
-        run_of_tests(date="2025-01-01"),
+        run_of_tests(part="1/2", commit="0123456789", failed=1, failures=["tests/a::b", "c"]),
+        run_of_tests(date="2025-01-01", examples_left_out=1000),
         run_of_tests(
             files=["tests/a.py", "b.py"], command="pytest tests/a.py b.py -m gpu -k 'not c'"
         ),
@@ -194,7 +194,7 @@ def test_a_record_of_tests_is_a_row_the_oldest_first():
     (_, *rows), below = parts(figures.tests_table(records))
     numbers = ["3", "2", "21,600", "100 s"]
     assert rows == [
-        ["all", "1,200", "0", *numbers, "abc"],
+        ["all", "1,200", "0", "3", "2", "21,600, 1,000 left out", "100 s", "abc"],
         ["part 1/2 of all", "1,200", "1", *numbers, "0123456"],
         ["`a.py`, `b.py`, -k 'not c'", "1,200", "0", *numbers, "abc"],
     ]
