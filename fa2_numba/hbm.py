@@ -9,9 +9,9 @@ adds to a tally:
 * requests: one per warp instruction with an active lane;
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
-A kernel may do five things with a global array, besides asking its shape: read it, write it,
-`vector_load`, `vector_store`, `atomic_add`, and have boxes of it copied to shared memory
-(`box_loader`).
+A kernel may do six things with a global array, besides asking its shape: read it, write it,
+`vector_load`, `vector_store`, `atomic_add`, and have the hardware copy boxes of it to shared memory
+(`box_loader`) or add shared memory to it (`bulk_add`).
 Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
 
 `phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel
@@ -542,6 +542,16 @@ def use_boxes(A: Any) -> None:
     raise NotImplementedError("called in kernels only")
 
 
+def bulk_add(A: Any, index: tuple[Any, ...], at: Any, elements: int) -> None:
+    """``A[index + c] += x[c]``, c < `elements`: x is float32 at address `at` of shared memory.
+
+    One thread asks, the hardware adds; each element as `atomic_add`. `elements` neighbours in
+    A's last axis, from a multiple of 16 bytes on. `ptx.cp_async_bulk_wait_group_read` waits
+    until x may be replaced.
+    """
+    raise NotImplementedError("called in kernels only")
+
+
 if not simulator.ACTIVE:
 
     @overload(use_boxes, target="cuda")
@@ -550,3 +560,26 @@ if not simulator.ACTIVE:
         if isinstance(A, _CountedBoxesType):
             return lambda A: fence(A.address)
         return lambda A: fence(A)
+
+    @overload(bulk_add, target="cuda")
+    def _bulk_add(A, index, at, elements):
+        add, commit = ptx.cp_reduce_async_bulk_add_f32, ptx.cp_async_bulk_commit_group
+        if isinstance(A, _CountedType):
+
+            def counted(A, index, at, elements):
+                place = _address(A.data, index)
+                sectors = ((place + 4 * elements - 1) >> 5) - (place >> 5) + 1
+                cuda.atomic.add(A.tally, (A.row, ATOMIC, ELEMENTS), elements)
+                cuda.atomic.add(A.tally, (A.row, ATOMIC, DISTINCT), elements)
+                cuda.atomic.add(A.tally, (A.row, ATOMIC, REQUESTS), 1)
+                cuda.atomic.add(A.tally, (A.row, ATOMIC, SECTORS), sectors)
+                add(place, at, np.uint32(4 * elements))
+                commit()
+
+            return counted
+
+        def plain(A, index, at, elements):
+            add(_address(A, index), at, np.uint32(4 * elements))
+            commit()
+
+        return plain

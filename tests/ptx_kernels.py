@@ -197,6 +197,71 @@ def copy_box(rows: int) -> Any:
     return hbm.jit(kernel), size + 8
 
 
+def transposed_matrices() -> Any:
+    """``kernel(source, seen)``: a warp stores four 8 x 8 matrices by stmatrix, transposed.
+
+    `source` and `seen` are 32 x 8 of 16 bits, the matrices one below the other.
+    """
+    tile = smem.shared_tile(32, 8, np.uint16, 0)
+
+    def kernel(source, seen):
+        lane = uint32(cuda.laneid)
+        row, column = lane // uint32(4), uint32(2) * (lane % uint32(4))
+        words = cuda.local.array(4, uint32)
+        for m in range(4):
+            low = uint32(source[uint32(8 * m) + row, column])
+            words[m] = low | uint32(source[uint32(8 * m) + row, column + uint32(1)]) << uint32(16)
+        at = ptx.smem_address(uint32(16) * lane)
+        ptx.stmatrix_x4_trans(at, words[0], words[1], words[2], words[3])
+        cuda.syncwarp()
+        T = tile(None)
+        for c in range(8):
+            seen[lane, c] = T[lane, c]
+
+    return hbm.jit(kernel), 32 * 16
+
+
+def shared_vectors() -> Any:
+    """``kernel(source, seen)``: 32 x 4 to shared memory by fours, and back from it by twos."""
+
+    def kernel(source, seen):
+        lane = uint32(cuda.laneid)
+        at = ptx.smem_address(uint32(16) * lane)
+        ptx.st_shared_v4_f32(at, source[lane, 0], source[lane, 1], source[lane, 2], source[lane, 3])
+        cuda.syncwarp()
+        two = cuda.local.array(2, float32)
+        for half in range(2):
+            ptx.ld_shared_v2_f32(
+                two, uint32(ptx.smem_address(uint32(256 * half) + uint32(8) * lane))
+            )
+            for c in range(2):
+                seen[uint32(32 * half) + lane, c] = two[c]
+
+    return hbm.jit(kernel), 32 * 16
+
+
+def bulk_adds(n: int, times: int) -> Any:
+    """``kernel(x, place)``: n numbers of x are added to those at the address `place`, so often."""
+    tile = smem.shared_tile(1, n, np.float32, 0)
+    adds_read = ptx.cp_async_bulk_wait_group_read(0)
+
+    def kernel(x, place):
+        T = tile(None)
+        thread = uint32(cuda.threadIdx.x)
+        T[0, thread] = x[thread]
+        ptx.fence_proxy_async()
+        cuda.syncthreads()
+        if thread == uint32(0):
+            for _ in range(times):
+                ptx.cp_reduce_async_bulk_add_f32(
+                    np.uint64(place), ptx.smem_address(0), uint32(4 * n)
+                )
+            ptx.cp_async_bulk_commit_group()
+            adds_read()
+
+    return hbm.jit(kernel), 4 * n
+
+
 def pipeline(n: int, dtype: str = "bf16") -> Any:
     """``kernel(A map, B map, tiles, C)``: C = A B^T over tiles of 64 k, two of them in flight.
 

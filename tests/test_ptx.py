@@ -83,6 +83,10 @@ def test_instructions_that_do_not_exist(make: Callable, message: str) -> None:
         (ptx.mbarrier_try_wait_parity, "mbarrier.try_wait.parity.shared::cta.b64"),
         (ptx.cp_async_bulk_tensor_2d_load, "cp.async.bulk.tensor.2d"),
         (ptx.elect_sync, "elect.sync"),
+        (ptx.stmatrix_x4_trans, "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"),
+        (ptx.ld_shared_v2_f32, "ld.shared.v2.f32"),
+        (ptx.st_shared_v4_f32, "st.shared.v4.f32"),
+        (ptx.cp_reduce_async_bulk_add_f32, "cp.reduce.async.bulk.global.shared::cta.bulk_group"),
         (ptx.smem_address, "smem_address"),
     ],
 )
@@ -272,6 +276,42 @@ def test_boxes_that_cross_the_border(sm_90: None) -> None:
         rows, columns = slice(row, min(row + 64, 50)), slice(column, min(column + 64, 80))
         expected[batch, head, rows, columns] = buffer[batch, head, rows, columns]
         np.testing.assert_array_equal(target.copy_to_host(), expected)
+
+
+@gpu
+def test_matrices_are_stored_transposed(sm_90: None) -> None:
+    from numba import cuda
+
+    source = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(32, 8)
+    seen = cuda.to_device(np.full_like(source, CANARY))
+    run(ptx_kernels.transposed_matrices(), 32, cuda.to_device(source), seen)
+    expected = source.reshape(4, 8, 8).transpose(0, 2, 1)
+    np.testing.assert_array_equal(seen.copy_to_host().reshape(4, 8, 8), expected)
+
+
+@gpu
+def test_neighbours_in_shared_memory(sm_90: None) -> None:
+    source, seen = np.arange(128.0).reshape(32, 4), to_float32(np.full((64, 2), np.nan))
+    run(ptx_kernels.shared_vectors(), 32, to_float32(source), seen)
+    np.testing.assert_array_equal(seen.copy_to_host(), source.reshape(64, 2))
+
+
+@gpu
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("blocks", [1, 40])
+def test_the_copy_unit_adds(sm_90: None, times: int, blocks: int) -> None:
+    """Of many blocks, each add once; what is beside the piece stays."""
+    from numba import cuda
+
+    n = 128
+    x, there = np.arange(n) - 5.0, np.arange(3.0 * n)
+    array = to_float32(there)
+    kernel, shared_bytes = ptx_kernels.bulk_adds(n, times)
+    place = array.__cuda_array_interface__["data"][0] + 4 * n
+    launch.launch(kernel, blocks, n, 0, shared_bytes, to_float32(x), place)
+    cuda.synchronize()
+    there[n : 2 * n] += times * blocks * x
+    np.testing.assert_array_equal(array.copy_to_host(), there)
 
 
 @gpu

@@ -248,6 +248,29 @@ def test_what_is_used_too_early_is_seen(hopper: Path) -> None:
 # ---- shared memory ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("built", "arguments", "expected"),
+    [
+        (ptx_kernels.transposed_matrices, (BITS, BITS), {r"STSM\.16\.MT88\.4": 1}),
+        (ptx_kernels.shared_vectors, (FLOATS, FLOATS), {r"STS\.128": 1, r"LDS\.64": 2, "LDS": 2}),
+        (
+            lambda: ptx_kernels.bulk_adds(128, 2),
+            (types.Array(types.float32, 1, "C"), types.int64),
+            {r"UBLKRED\.G\.S\.ADD\.F32\.RN": 2, "UTMACMDFLUSH": 1, r"FENCE\.VIEW\.ASYNC": 1},
+        ),
+    ],
+    ids=["stmatrix, transposed", "vectors", "bulk add"],
+)
+def test_accesses_of_shared_memory(
+    hopper: Path, built: Any, arguments: tuple[Any, ...], expected: dict[str, int]
+) -> None:
+    kernel, _ = built()
+    code = compile_kernel(kernel, arguments, 128, hopper)
+    assert_in_registers(code)
+    assert {name: len(code.using(name)) for name in expected} == expected
+    assert code.using("REDG|ATOM") == []
+
+
 def test_tiles_and_addresses_are_of_one_memory(hopper: Path) -> None:
     """Byte 512 of the allocation, as an element of a tile and as an address."""
     tile = smem.shared_tile(4, 32, np.uint32, 256)

@@ -217,6 +217,29 @@ stmatrix_x4 = _ordered(
     *("uint32",) * 5,
 )
 
+stmatrix_x4_trans = _ordered(
+    # The same, ".trans": each matrix is stored transposed. Lane l gives the address of column l % 8
+    # of matrix l // 8.
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+    "r,r,r,r,r",
+    *("uint32",) * 5,
+)
+
+ld_shared_v2_f32 = register_instruction(
+    # "Data Movement and Conversion Instructions: ld". (array of 2, address): two neighbours.
+    "ld.shared.v2.f32 {$0, $1}, [$2];",
+    (2,),
+    operands=("uint32",),
+)
+
+st_shared_v4_f32 = _ordered(
+    # "Data Movement and Conversion Instructions: st". (address, 4 values), four neighbours.
+    "st.shared.v4.f32 [$0], {$1, $2, $3, $4};",
+    "r,f,f,f,f",
+    "uint32",
+    *("float32",) * 4,
+)
+
 # ---- barriers in shared memory ----------------------------------------------------------------
 # "Parallel Synchronization and Communication Instructions: mbarrier". 8 bytes each, at a multiple
 # of 8. A phase ends when all its arrivals, and all the bytes it expects, are there.
@@ -309,6 +332,17 @@ cp_async_bulk_tensor_2d_store = _tensor_store(2)
 cp_async_bulk_tensor_3d_store = _tensor_store(3)
 cp_async_bulk_tensor_4d_store = _tensor_store(4)
 cp_async_bulk_tensor_5d_store = _tensor_store(5)
+
+cp_reduce_async_bulk_add_f32 = _ordered(
+    # "Data Movement and Conversion Instructions: cp.reduce.async.bulk". (global address, shared
+    # address, bytes): fp32 numbers of shared memory are added to those in global memory, by the
+    # hardware, in the thread's group of stores. Addresses and bytes are multiples of 16.
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+    "l,r,r",
+    "uint64",
+    "uint32",
+    "uint32",
+)
 
 cp_async_bulk_commit_group = _ordered(
     # "cp.async.bulk.commit_group". The stores of this thread since the last one become a group.
