@@ -15,6 +15,7 @@ _HOME = {
     "predict_backward": "backward",
     "BackwardMeasurement": "backward",
     "METHODS_BACKWARD": "backward",
+    "PORTABLE_BACKWARD": "backward",
     "measure": "api",
     "predict": "api",
     "trace": "api",
@@ -30,6 +31,7 @@ __all__ = [
     "METHODS",
     "METHODS_BACKWARD",
     "PORTABLE",
+    "PORTABLE_BACKWARD",
     "BackwardMeasurement",
     "Measurement",
     "Tiling",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     )
     from fa2_numba.backward import (
         METHODS_BACKWARD,
+        PORTABLE_BACKWARD,
         BackwardMeasurement,
         attention_backward,
         measure_backward,

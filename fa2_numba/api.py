@@ -177,7 +177,7 @@ def attention(
         ran = call.run()
         done = call.out, call.lse
         if key is not None:
-            plan.record(key, given, *done, ran)
+            plan.record(key, "QKVO"[: len(given)], {"O": call.out, "L": call.lse}, ran)
     return done if return_lse else done[0]
 
 
@@ -335,11 +335,15 @@ def _with_marks(method: str, what: str) -> str:
 # ---- one call ---------------------------------------------------------------------------------
 
 
+ARGUMENTS = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}  # as errors name them
+
+
 class _Shape:
     """Sizes, method and tiling of a call, checked."""
 
     heads_argument = "heads_kv"  # the argument that gives the key/value heads
     methods = tuple(METHODS)  # that may be asked for, besides "auto"
+    hopper = "fa3"  # what "fa3" is called in full
 
     def __init__(
         self,
@@ -408,13 +412,18 @@ class _Shape:
                 raise TypeError(f"score: got {type(score).__qualname__}, accepted: masking.Score")
             self.score = self.score.then(score)
         self.score = dataclasses.replace(self.score, args=self._checked(self.score.args))
+        self.method = self._settled()
+        self.tiling = self._tiling()
+
+    def _settled(self) -> str:
+        """The method: for "auto" the fastest that can do this call."""
         if self.method == "auto":
-            self.method = "fa2" if self._fa3_error() else "fa3"
-        elif self.method == "fa3":
+            return "fa2" if self._fa3_error() else "fa3"
+        if self.method == "fa3":
             error = self._fa3_error()
             if error:
                 raise error
-        self.tiling = self._tiling()
+        return self.method
 
     def _fa3_error(self) -> Exception | None:
         """Why fa3 cannot do this call; None if it can. Without a GPU: one of sm_90 is assumed."""
@@ -430,7 +439,7 @@ class _Shape:
             return TypeError(f"q: got dtype {self.dtype} with method=fa3, accepted: fp16, bf16")
         if self.given_tiling is not None:
             try:
-                self.given_tiling.check(self.d, self.dtype, "fa3", HOPPER_SHARED_BYTES)
+                self.given_tiling.check(self.d, self.dtype, self.hopper, HOPPER_SHARED_BYTES)
             except ValueError as error:
                 return error
         for name, args in (("mask", self.mask.args), ("score", self.score.args)):
@@ -457,15 +466,19 @@ class _Shape:
         """Why the hardware cannot copy boxes of Q, K or V; None if it can."""
         box = (1, 1, WARPGROUP_ROWS, BOX_COLUMNS)
         queries, keys = (self.H, self.N_q), (self.H_k, self.N_k)
-        for name, (heads, rows) in zip("QKV", (queries, keys, keys), strict=True):
+        for name, (heads, rows) in self._boxed(queries, keys):
             shape = (self.B, heads, rows, self.d)
             layout = self.layouts.get(name) or Layout.contiguous(shape, DTYPE_BYTES[self.dtype])
             if 0 not in layout.shape:
                 try:
-                    tensor_map.check(name.lower(), layout, box, self.dtype)
+                    tensor_map.check(ARGUMENTS[name], layout, box, self.dtype)
                 except ValueError as error:
                     return error
         return None
+
+    def _boxed(self, queries: Any, keys: Any) -> tuple[tuple[str, Any], ...]:
+        """The arrays that are copied in boxes, each with its part of the sizes."""
+        return (("Q", queries), ("K", keys), ("V", keys))
 
     def _tiling(self) -> Tiling:
         """The tiling given, if it fits; else the one for this device and problem."""
@@ -474,7 +487,7 @@ class _Shape:
         if not simulator.ACTIVE and self.device is None and not gpu_available():
             if self.given_tiling is not None:
                 return self.given_tiling
-            if self.method == "fa3":
+            if self.method.startswith(self.hopper):
                 return self._hopper_tiling()
             raise ValueError(
                 "tiling: no GPU here to choose one for, accepted: a Tiling (or run under "
@@ -484,7 +497,7 @@ class _Shape:
         if self.given_tiling is not None:
             self.given_tiling.check(self.d, self.dtype, self.method, limit)
             return self.given_tiling
-        if self.method == "fa3":
+        if self.method.startswith(self.hopper):
             return self._hopper_tiling()
         plain = self.score.change is masking.UNCHANGED and not self.mask.rule.elementwise
         return choose(self.d, self.dtype, self.method, limit, plain)

@@ -8,19 +8,44 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fa2_numba import api, arrays, io_model, masking
-from fa2_numba.kernels import fa1_backward, fa2_backward, gradient_rows, standard_backward
+from fa2_numba import api, arrays, io_model, masking, plan, problem
+from fa2_numba.kernels import (
+    fa1_backward,
+    fa2_backward,
+    fa3_backward,
+    fa3_gradients,
+    gradient_rows,
+    standard_backward,
+)
 from fa2_numba.launch import Operands, on_device
 from fa2_numba.problem import Problem
-from fa2_numba.tiling import Tiling, acc_bytes
+from fa2_numba.tiling import BOX_COLUMNS, HOPPER_BACKWARD, Tiling, acc_bytes
 from fa2_numba.traffic import SharedTraffic, Traffic
+
+
+def _fa3(problem: Problem, A: Operands) -> None:
+    """Each gradient by itself where they do not fit together; dQ alone to be deterministic."""
+    if not problem.B * problem.H:
+        return
+    if problem.d > 2 * BOX_COLUMNS:
+        fa3_gradients.launch(problem, A, "dV", "dK", "dQ")
+        return
+    fa3_backward.launch(problem, A)
+    if not problem.adds_dQ:
+        fa3_gradients.launch(problem, A, "dQ")
+
 
 METHODS_BACKWARD: dict[str, Callable[[Problem, Operands], None]] = {
     "standard_backward": standard_backward.launch,
     "fa1_backward": fa1_backward.launch,
     "fa2_backward": fa2_backward.launch,
     "fa2_backward_deterministic": fa2_backward.launch,
+    "fa3_backward": _fa3,
+    "fa3_backward_deterministic": _fa3,
 }
+PORTABLE_BACKWARD = {name: METHODS_BACKWARD[name] for name in problem.PORTABLE_BACKWARD}
+GIVEN = ("dO", "Q", "K", "V", "O", "L", "dL")  # arrays of a call, in the order of its arguments
+GRADIENTS = ("dQ", "dK", "dV")
 
 
 def launch(problem: Problem, A: Operands) -> None:
@@ -89,15 +114,17 @@ def attention_backward(
     score : masking.Score, optional
         As for `attention`; it needs its `derivative`.
     method : str
-        "standard", "fa1", "fa2", or "auto", which is "fa2"; not necessarily the forward pass's.
+        "standard", "fa1", "fa2", "fa3" (Hopper GPUs, fp16 and bf16), or "auto": "fa3" where it can
+        do the call, else "fa2". Not necessarily the forward pass's.
     tiling : Tiling, optional
         Default: `tiling.choose` for this device; under the simulator a small fixed one.
     dlse : array, lse's shape and dtype, optional
         Gradient of the loss by `lse`; default 0.
     deterministic : bool
-        Give the same bits each time. "fa2" then sums dq in a second pass, which computes the scores
-        again, instead of by atomic adds, whose order is that of chance. The other methods use no
-        atomics, and dk and dv are repeatable in any case.
+        Give the same bits each time. "fa2" and "fa3" then sum dq in a second pass, which computes
+        the scores again, instead of by atomic adds, whose order is that of chance. The other
+        methods use no atomics, nor does "fa3" for d above 128; dk and dv are repeatable in any
+        case.
 
     Returns
     -------
@@ -109,13 +136,22 @@ def attention_backward(
     TypeError, ValueError
         Before any launch; the message names the argument, what was given and what is accepted.
     """
-    call = _Backward(
-        dout, q, k, v, out, lse, dlse,
-        method=method, tiling=tiling, scale=scale, deterministic=deterministic,
-    )  # fmt: skip
-    call.change(causal, window, mask, softcap, alibi_slopes, score)
-    call.run_backward()
-    return call.gradients
+    given = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
+    key = done = None
+    if mask is None and alibi_slopes is None and score is None:
+        options = causal, window, softcap, scale, method, tiling, deterministic
+        key, done = plan.replay(given, options)
+    if done is None:
+        call = _Backward(
+            dout, q, k, v, out, lse, dlse,
+            method=method, tiling=tiling, scale=scale, deterministic=deterministic,
+        )  # fmt: skip
+        call.change(causal, window, mask, softcap, alibi_slopes, score)
+        ran = call.run_backward()
+        done = call.gradients
+        if key is not None:
+            plan.record(key, GIVEN[: len(given)], dict(zip(GRADIENTS, done, strict=True)), ran)
+    return done
 
 
 def measure_backward(
@@ -235,16 +271,32 @@ def predict_backward(
 class _BackwardShape(api._Shape):
     """Sizes, method and tiling of a backward call, checked."""
 
-    methods = ("standard", "fa1", "fa2")
+    methods = ("standard", "fa1", "fa2", "fa3")
+    hopper = "fa3_backward"
 
     def turn(self, deterministic: bool, dlse: bool) -> None:
-        """Make the name that was given that of a backward method."""
+        """Keep what only a backward call has."""
         if not isinstance(deterministic, bool):
             raise TypeError(f"deterministic: got {deterministic!r}, accepted: True, False")
-        name = "fa2" if self.method == "auto" else self.method
-        second_pass = deterministic and name == "fa2"
-        self.method = f"{name}_backward_deterministic" if second_pass else f"{name}_backward"
-        self.dlse = dlse
+        self.deterministic, self.dlse = deterministic, dlse
+
+    def _settled(self) -> str:
+        """The full name of the method."""
+        name = super()._settled()
+        second_pass = self.deterministic and name in ("fa2", "fa3")
+        return f"{name}_backward_deterministic" if second_pass else f"{name}_backward"
+
+    def _fa3_error(self) -> Exception | None:
+        """Why fa3 cannot do this call, backward."""
+        if not self.N_q:
+            return NotImplementedError("q: got no rows with method=fa3, accepted: 1 or more")
+        return super()._fa3_error()
+
+    def _boxed(self, queries: Any, keys: Any) -> tuple[tuple[str, Any], ...]:
+        return (*super()._boxed(queries, keys), ("dO", queries))
+
+    def _hopper_tiling(self) -> Tiling:
+        return HOPPER_BACKWARD
 
     def change(self, *how: Any) -> None:
         """Set mask and score change from the arguments."""
@@ -293,7 +345,7 @@ class _Backward(_BackwardShape, api._Call):
                 named[letter] = self._operand(name, array, *expected)
         dq, dk, dv = (view.empty(view.layout.shape, self.dtype) for view in self.views.values())
         self.gradients = dq, dk, dv
-        for letter, array in zip(("dQ", "dK", "dV"), self.gradients, strict=True):
+        for letter, array in zip(GRADIENTS, self.gradients, strict=True):
             named[letter] = arrays.operand(letter, array)
         for letter, view in named.items():
             self.layouts[letter] = self._four_axes(view.layout, 3 if letter in ("L", "dL") else 4)

@@ -19,7 +19,7 @@ and `compulsory` have their bounds. `dram` goes one level down and is a model, w
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -34,6 +34,7 @@ from fa2_numba.problem import METHODS, METHODS_BACKWARD, Layout, Problem
 from fa2_numba.tiling import (
     BOX_COLUMNS,
     DTYPE_BYTES,
+    GRADIENT_ROWS,
     WARPGROUP_ROWS,
     Tiling,
     acc_bytes,
@@ -79,6 +80,8 @@ def predict(problem: Problem) -> list[Traffic]:
             "fa1_backward": _fa1_backward,
             "fa2_backward": _fa2_backward,
             "fa2_backward_deterministic": partial(_fa2_backward, second_pass=True),
+            "fa3_backward": _fa3_backward,
+            "fa3_backward_deterministic": _fa3_backward,
         }
         backward[problem.method](moves, mask)
     elif problem.B * problem.H * problem.N_q:
@@ -119,7 +122,7 @@ def _fa3(moves: "_Moves", mask: "_Mask") -> None:
     Nothing for rows that are computed again because V is not finite: that depends on the data.
     """
     p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
-    visits = mask.in_range()
+    visits = mask.in_range(t.B_r, t.B_c)
 
     tiles("Q", "load Q_i", "load", Boxes.of(t.B_r, p.d, t.B_r // WARPGROUP_ROWS))
     tiles("K", "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), visits)
@@ -281,6 +284,73 @@ def _standard_backward(moves: "_Moves", mask: "_Mask") -> None:
     tiles("dS", "dQ = dS K", "load", P_ij)
     tiles("K", "dQ = dS K", "load", K_j, _each(T_r))
     tiles("dQ", "dQ = dS K", "store", Pattern.of_O(p, p.gradient_width))
+
+
+def _fa3_backward(moves: "_Moves", mask: "_Mask") -> None:
+    """K_j and V_j once a key head, Q_i, dO_i, L_i and D_i once a visit, dQ_i added once a visit.
+
+    Or, for d above 128, each gradient by itself; so dQ in the deterministic form. Nothing for rows
+    that are computed again because something is not finite: that depends on the data.
+    """
+    p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
+    if p.B * p.H * p.N_q * p.N_k == 0:
+        return
+    adds_dQ, split = bool(p.adds_dQ), p.d > 2 * BOX_COLUMNS
+    rows = Tiling(t.B_r, 4, t.B_r, 4)  # four lanes a row
+    one = Pattern.registers(rows)
+    width = vector_width(p.dtype)
+    row = Pattern.registers(rows, ceil_div(p.d, 4 * width), width, p.d_width)
+    tiles("dO", "D = rowsum(dO o O)", "load", row)
+    tiles("O", "D = rowsum(dO o O)", "load", row)
+    if p.dlse:
+        tiles("dL", "D = rowsum(dO o O)", "load", one)
+    tiles("D", "D = rowsum(dO o O)", "store", one)
+
+    keys = Tiling(t.B_c, 4, t.B_c // 2, 4)  # two of its rows to a thread
+    gradient = Pattern.accumulators(keys, p.d, p.fa3_gradient_width)
+    by_lane, visits = Pattern.copy(t.B_r, 1, WARP), mask.seen_by(t.B_r, t.B_c)
+    if not split:
+        for array in ("K", "V"):
+            tiles(array, "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), heads=p.H_k)
+            tiles("d" + array, "epilogue", "store", gradient, heads=p.H_k)
+        for array in ("Q", "dO"):
+            tiles(array, "load Q_i, dO_i", "load", Boxes.of(t.B_r, p.d), visits)
+        for array in ("L", "D"):
+            tiles(array, "load Q_i, dO_i", "load", by_lane, visits)
+    if adds_dQ:
+        (B, H, T_r, tile), itemsize = p.layout("dQ_acc").shape, acc_bytes(p.dtype)
+        copies, per_warp = B * H * T_r, 4 * WARP
+        whole = copies * tile, copies * tile // per_warp, copies * tile * itemsize // SECTOR
+        sums = int(visits.sum()) * mask.copies
+        added = sums * tile, sums, sums * tile * itemsize // SECTOR
+        moves.add("dQ_acc", "dQ = 0", "store", itemsize, whole)
+        moves.add("dQ_acc", "dQ_i += dS_ij K_j", "atomic", itemsize, added)
+        moves.add("dQ_acc", "finish", "load", itemsize, whole)
+        quads = Tiling(t.B_r, 4, t.B_r // 2, 4)
+        stored = Pattern.accumulators(quads, p.d, p.fa3_gradient_width)
+        tiles("dQ", "finish", "store", stored)
+        return
+
+    stays = Tiling(2 * WARPGROUP_ROWS, 4, WARPGROUP_ROWS, 4)
+    B_m, B_x = GRADIENT_ROWS, stays.B_r
+    if split:
+        for name, arrays in (("dV", "K"), ("dK", "KV")):
+            for array in arrays:
+                boxes = Boxes.of(B_x, p.d)
+                tiles(array, f"{name}: load K, V", "load", boxes, heads=p.H_k)
+            for array in ("Q", "dO"):
+                tiles(array, f"{name}: load Q, dO", "load", Boxes.of(B_m, p.d), visits)
+            for array in ("L", "D") if name == "dK" else ("L",):
+                tiles(array, f"{name}: load Q, dO", "load", by_lane, visits)
+            tiles(name, "epilogue", "store", gradient, heads=p.H_k)
+    for array in ("Q", "dO"):
+        tiles(array, "dQ: load Q, dO", "load", Boxes.of(B_x, p.d))
+    for array in ("L", "D"):
+        tiles(array, "dQ: load Q, dO", "load", Pattern.by_quads(stays))
+    for array in ("K", "V"):
+        visits = mask.in_range(B_x, B_m, least=0)
+        tiles(array, "dQ: load K, V", "load", Boxes.of(B_m, p.d), visits)
+    tiles("dQ", "epilogue", "store", Pattern.accumulators(stays, p.d, p.fa3_gradient_width))
 
 
 def _rowsum(moves: "_Moves") -> None:
@@ -482,6 +552,14 @@ class Pattern:
         column = 8 * (g + tid % 4) + at
         shape = (tiling.B_r, 8 * (max(groups) + 4))
         return cls(_warps(row, threads), _warps(column, threads), shape, width)
+
+    @classmethod
+    def by_quads(cls, tiling: Tiling) -> "Pattern":
+        """All four lanes of a quad read their two rows' elements of a matrix of one column."""
+        r, tid = np.meshgrid(range(2), range(tiling.threads), indexing="ij")
+        row = tid // WARP * 16 + tid % WARP // 4 + 8 * r
+        threads = tiling.threads
+        return cls(_warps(row, threads), _warps(0 * row, threads), (tiling.B_r, 1))
 
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
@@ -724,20 +802,35 @@ class _Mask:
         masked_tiles = {(b, h): tiles for b in range(self.batches) for h in range(self.heads)}
         return Visits(_each(T_c), _each(T_r), _each(T_c), _each(0), masked_tiles)
 
-    def in_range(self) -> Ints:
+    def in_range(self, B_r: int, B_c: int, least: int = 1) -> Ints:
         """How often each key tile is visited, (B, H, T_c), by fa3: (B, H) as in `Visits`.
 
-        By all row tiles in whose range it is; tile 0 also by those that have none.
+        By all row tiles in whose range it is; the first `least` also by those that have none.
         """
         p, differ = self.problem, (self.batches, self.heads)
-        T_r, T_c = p.tiling.T_r(p.N_q), p.tiling.T_c(p.N_k)
+        T_r, T_c = ceil_div(p.N_q, B_r), ceil_div(p.N_k, B_c)
+        tile_range, *_ = tile_functions(p.mask.rule, B_r, B_c, lambda f: f)
         per_column = np.zeros((*differ, T_c), np.int64)
         for b, h in np.ndindex(differ):
-            ranges = [self.tile_range(self.args, b, h, i, p.N_q, p.N_k)[:2] for i in range(T_r)]
-            begin, end = np.array([r if r[0] < r[1] else (0, 1) for r in ranges], np.int64).T
+            ranges = [tile_range(self.args, b, h, i, p.N_q, p.N_k)[:2] for i in range(T_r)]
+            begin, end = np.array([r if r[0] < r[1] else (0, least) for r in ranges], np.int64).T
             entered, left = (np.bincount(j, minlength=T_c + 1)[:T_c] for j in (begin, end))
             per_column[b, h] = np.cumsum(entered - left)
         return per_column
+
+    def seen_by(self, B_r: int, B_c: int) -> Ints:
+        """How many key tiles each row tile sees, (B, H, T_r), as fa3 counts backward.
+
+        From that of the first row's first key to that of the last row's last.
+        """
+        p, differ = self.problem, (self.batches, self.heads)
+        per_row = np.zeros((*differ, ceil_div(p.N_q, B_r)), np.int64)
+        for b, h, i in np.ndindex(per_row.shape):
+            first, last = i * B_r, min((i + 1) * B_r, p.N_q) - 1
+            _, lo, _ = self.row_bounds(self.args, b, h, first, p.N_q, p.N_k)
+            _, _, hi = self.row_bounds(self.args, b, h, last, p.N_q, p.N_k)
+            per_row[b, h, i] = max(ceil_div(hi, B_c) - lo // B_c, 0)
+        return per_row
 
     def visits(self) -> Visits:
         """The tiles in the range of their row tile that are not EMPTY: fa1 and fa2."""
@@ -922,6 +1015,9 @@ def closed_form(problem: Problem) -> dict[str, int]:
       forward pass does, and adds nothing.
     * fa1 (Dao et al. 2022, Algorithm 4) streams Q, O and dO, and dQ both ways: ``5 N_q d T_c``.
     * standard stores ``2 N_q N_k`` of P and dS and loads ``3 N_q N_k``.
+    * fa3 as fa2, but dQ_acc is of whole tiles, d rounded up to 64. The kernel of dQ alone
+      (deterministic, or d > 128) streams K and V past 128 query rows, and four lanes read each L
+      and D; with d > 128, those of dK and dV stream Q and dO each.
 
     Causal fa1 and fa2 visit the tiles up to the diagonal: of row tile i the first
     ``ceil((min((i+1) B_r, N_q) + N_k - N_q) / B_c)``.
@@ -946,6 +1042,8 @@ def closed_form(problem: Problem) -> dict[str, int]:
     visits = row_tiles(p)
     keys = sum(min(N_k, tiles * t.B_c) for _, tiles in visits)  # streamed past the row tiles
     rows = sum(rows * tiles for rows, tiles in visits)  # streamed past the key tiles
+    if p.method.startswith("fa3_backward"):
+        return _closed_form_fa3_backward(p, rows)
     if p.method in METHODS_BACKWARD:
         return _closed_form_backward(p, keys, rows)
     if p.method in ("fa2", "fa3"):
@@ -999,12 +1097,37 @@ def _closed_form_backward(problem: Problem, keys: int, rows: int) -> dict[str, i
     return total | {name: p.B * p.H_k * n + total.get(name, 0) for name, n in once.items()}
 
 
+def _closed_form_fa3_backward(problem: Problem, rows: int) -> dict[str, int]:
+    """`closed_form` of fa3 backward, given the rows that are streamed past its key tiles."""
+    p, t, split = problem, problem.tiling, problem.d > 2 * BOX_COLUMNS
+    N_q, N_k, d = p.N_q, p.N_k, p.d
+    if not N_q * N_k:
+        return {}
+    passes = 2 if split else 1  # those of Q and dO past the keys: of dV and dK, or of both
+    once = {"K load": passes * N_k * d, "V load": N_k * d, "dK store": N_k * d, "dV store": N_k * d}
+    moved = {"Q load": passes * rows * d, "L load": passes * rows, "D load": rows}
+    moved |= {"dO load": (passes * rows + N_q) * d, "O load": N_q * d, "dL load": N_q * p.dlse}
+    moved |= {"D store": N_q, "dQ store": N_q * d}
+    if p.adds_dQ:
+        tile = t.B_r * ceil_div(d, BOX_COLUMNS) * BOX_COLUMNS
+        visits, whole = sum(tiles for _, tiles in row_tiles(p)), t.T_r(N_q) * tile
+        moved |= {"dQ_acc atomic": visits * tile, "dQ_acc store": whole, "dQ_acc load": whole}
+    else:
+        of_dQ = row_tiles(replace(p, tiling=Tiling(2 * WARPGROUP_ROWS, GRADIENT_ROWS, 64, 4)))
+        keys = sum(min(N_k, tiles * GRADIENT_ROWS) for _, tiles in of_dQ)
+        moved |= {"K load": keys * d, "V load": keys * d}
+        more = {"Q": N_q * d, "dO": N_q * d, "L": 4 * N_q, "D": 4 * N_q}
+        moved |= {f"{name} load": moved[f"{name} load"] + n for name, n in more.items()}
+    total = {name: p.B * p.H * n for name, n in moved.items()}
+    return total | {name: p.B * p.H_k * n + total.get(name, 0) for name, n in once.items()}
+
+
 def row_tiles(problem: Problem) -> list[tuple[int, int]]:
     """Of each row tile, its rows and how many key tiles it visits, from the first key on."""
     p, t = problem, problem.tiling
     if p.mask.rule not in _UNIFORM[:3]:
         raise ValueError(f"mask: got {p.mask.name}, accepted: none, causal, causal-skip")
-    fa3 = p.method == "fa3"  # it visits all tiles in range, and at least one
+    fa3 = p.method.startswith("fa3")  # it visits all tiles in range; forward, at least one
     standard = p.method in ("standard", "standard_backward")
     rule = p.mask.rule
     full = rule is masking._NONE or standard or (fa3 and rule is not masking._CAUSAL)
@@ -1012,7 +1135,7 @@ def row_tiles(problem: Problem) -> list[tuple[int, int]]:
     for first in range(0, p.N_q, t.B_r):
         end = min(first + t.B_r, p.N_q)
         seen = p.N_k if full else max(0, end + p.N_k - p.N_q)
-        tiles.append((end - first, max(ceil_div(seen, t.B_c), fa3)))
+        tiles.append((end - first, max(ceil_div(seen, t.B_c), p.method == "fa3")))
     return tiles
 
 

@@ -1,12 +1,12 @@
-"""Plans: calls of `attention` as they were launched, launched again at other addresses.
+"""Plans: calls as they were launched, launched again at other addresses.
 
-The first call of a configuration is checked, prepared and launched by `api`, in about a
-millisecond of host time. All that it decides follows from its key. So a later call with an equal
-key repeats the launches: `replay` allocates, writes the new addresses into the recorded parameters
-and calls the driver.
+The first call of a configuration, of `attention` or `attention_backward`, is checked, prepared and
+launched by `api` or `backward`, in about a millisecond of host time. All that it decides follows
+from its key. So a later call with an equal key repeats the launches: `replay` allocates, writes the
+new addresses into the recorded parameters and calls the driver.
 
-A call that has no key, or meets anything out of the ordinary, is left to `api`, which has the
-checks and their messages.
+A call that has no key, or meets anything out of the ordinary, is left to the checked way, which has
+the messages.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import operator
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fa2_numba import tensor_map
@@ -25,29 +25,29 @@ from fa2_numba.problem import ALLOCATION_ALIGNMENT
 from fa2_numba.tiling import Tiling
 
 KEPT = 512  # plans, some KB each
-ARRAYS = "QKVOL"  # the first of a plan's addresses; those of workspaces and tensor maps follow
 WORD = 8  # bytes of a parameter, or more than it needs
 ADDRESS = 4  # of an array's parameters: two zeros, elements, bytes of one, address, shape, strides
 
 _enabled = True
 
 
-def replay(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, tuple[Any, Any] | None]:
+def replay(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...] | None]:
     """Do a call by its plan.
 
     Parameters
     ----------
     arrays : tuple of array
-        q, k, v and, where it is given, out.
+        All that are given: q, k, v and perhaps out; or dout, q, k, v, out, lse and perhaps dlse.
+        So their number tells which function is called.
     options : tuple
-        causal, window, softcap, scale, method, tiling.
+        causal, window, softcap, scale, method, tiling; then, of a backward call, deterministic.
 
     Returns
     -------
     key : object
         For `record`; None where the call can have no plan.
-    result : (out, lse) or None
-        None: the call was not done.
+    results : tuple of array, or None
+        (out, lse) or (dq, dk, dv). None: the call was not done.
     """
     kind: Any = type(arrays[0])
     library = _library(kind)
@@ -62,21 +62,22 @@ def replay(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, tupl
     return key, None if plan is None else plan(arrays, addresses)
 
 
-def record(key: Any, arrays: tuple[Any, ...], out: Any, lse: Any, operands: Operands) -> None:
+def record(key: Any, given: Sequence[str], results: Mapping[str, Any], operands: Operands) -> None:
     """Keep the plan of a call that `replay` did not do, where there can be one.
 
     Parameters
     ----------
     key : object
         From `replay`, not None.
-    arrays : tuple of array
-        As for `replay`.
-    out, lse : array
-        The results.
+    given : sequence of str
+        Names of the arrays that `replay` had, as kernels know them.
+    results : mapping
+        Name to array, in the order in which `replay` returns them. One may be given: the first
+        result and the last array.
     operands : Operands
         What the call launched.
     """
-    plan = _planned(key[0], len(arrays), out, lse, operands)
+    plan = _planned(key[0], given, results, operands)
     if plan is not None:
         _plans.keep(key, plan)
 
@@ -92,7 +93,15 @@ def unused() -> Iterator[None]:
         _enabled = before
 
 
-def _plain(causal: Any, window: Any, softcap: Any, scale: Any, method: Any, tiling: Any) -> bool:
+def _plain(
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    method: Any,
+    tiling: Any,
+    deterministic: Any = False,
+) -> bool:
     """Whether options mean the same wherever they are equal.
 
     True == 1 == 1.0, so only some types do; and 0.0 == -0.0, so a scale of 0 does not.
@@ -104,6 +113,7 @@ def _plain(causal: Any, window: Any, softcap: Any, scale: Any, method: Any, tili
         and (scale is None or (type(scale) in (float, int) and scale != 0))
         and type(method) is str
         and (tiling is None or type(tiling) is Tiling)
+        and (deterministic is False or deterministic is True)
     )
 
 
@@ -113,19 +123,26 @@ def _plain(causal: Any, window: Any, softcap: Any, scale: Any, method: Any, tili
 class Plan:
     """The launches of one configuration on one device.
 
+    Its addresses are, in this order, those of the arrays given, of what is allocated, and of tensor
+    maps. A place is an index among them.
+
     Parameters
     ----------
+    method : str
+        What errors call it.
     library : Torch or CuPy
         Of the arrays.
     device : int
         Their GPU.
     fresh : sequence of callable ``() -> array``
-        What each call allocates: O, unless it is the caller's, L, the workspaces.
+        What each call allocates: the results, but one that is given, then the workspaces.
+    results : int
+        How many of these are results.
     spans : sequence of (int, int)
-        Where O is the caller's: first byte of Q, K, V and O, and the one behind their last, from
-        their addresses. Else empty.
+        Where a result is given, which is the last array then: first byte of each array, and the one
+        behind its last, from its address. Else empty.
     maps : sequence of (place, Boxes)
-        Tensor maps: the place of their array among the addresses, and what they say of it.
+        Tensor maps: the place of their array, and what they say of it.
     launches : sequence of (tuple, int)
         Arguments of cuLaunchKernel up to the stream; its first word.
     words : sequence of int
@@ -136,9 +153,11 @@ class Plan:
 
     def __init__(
         self,
+        method: str,
         library: Any,
         device: int,
         fresh: Sequence[Callable[[], Any]],
+        results: int,
         spans: Sequence[tuple[int, int]],
         maps: Sequence[tuple[int, tensor_map.Boxes]],
         launches: Sequence[tuple[tuple[Any, ...], int]],
@@ -147,8 +166,9 @@ class Plan:
     ):
         from cuda.bindings import driver
 
-        self.device = device
+        self.method, self.device = method, device
         self.fresh, self.spans, self.slots = fresh, spans, slots
+        self._results = slice(results)
         self._mapped = [place for place, _ in maps]
         self._maps = tensor_map.Group([boxes for _, boxes in maps])
         self._heads, self._words = launches, words
@@ -159,23 +179,24 @@ class Plan:
             self._context = self._current()[1]
         self._idle = [Parameters(self._launch, launches, words)]
 
-    def __call__(self, arrays: tuple[Any, ...], addresses: list[int]) -> tuple[Any, Any] | None:
-        """Launch for these arrays: O and L, or None where the recorded launches do not fit."""
+    def __call__(self, arrays: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:
+        """Launch for these arrays: the results, or None where the recorded launches do not fit."""
         if self.spans and self._overlap(addresses):
             return None
         device = self.device
         fresh = self._allocate(self.fresh, device)
-        for x in fresh:
-            addresses.append(self._address(x))
-            if addresses[-1] % ALLOCATION_ALIGNMENT:
+        for address in map(self._address, fresh):
+            if address % ALLOCATION_ALIGNMENT:
                 return None
+            addresses.append(address)
         stream = self._stream(device)
         if self._current()[1] == self._context:
             self._enqueue(addresses, stream)
         else:
             with on_device(device):
                 self._enqueue(addresses, stream)
-        return (fresh[0], fresh[1]) if len(arrays) == len("QKV") else (arrays[3], fresh[0])
+        results = tuple(fresh[self._results])
+        return (arrays[-1], *results) if self.spans else results
 
     def _enqueue(self, addresses: list[int], stream: int) -> None:
         if self._mapped:
@@ -192,16 +213,16 @@ class Plan:
         for launch, start in parameters.launches:
             (status,) = launch(stream, start, 0)
             if status:
-                raise RuntimeError(f"attention: a launch failed: {status.name}")
+                raise RuntimeError(f"{self.method}: a launch failed: {status.name}")
         self._idle.append(parameters)
 
     def _overlap(self, addresses: list[int]) -> bool:
-        """Whether O's memory range has a byte in common with Q's, K's or V's."""
-        *inputs, (O_low, O_high) = [
+        """Whether the memory range of the result given has a byte in common with an input's."""
+        *inputs, (first, end) = [
             (address + low, address + high)
             for address, (low, high) in zip(addresses, self.spans, strict=True)
         ]
-        return any([O_low < high and low < O_high for low, high in inputs])
+        return any([first < high and low < end for low, high in inputs])
 
 
 class Parameters:
@@ -232,13 +253,15 @@ class Parameters:
         ]
 
 
-def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -> Plan | None:
-    """The plan of a call that ran with so many arrays; None if it did what a plan cannot repeat."""
-    names = [*ARRAYS, *operands.workspaces]
-    own = [out, lse] if given == len("QKV") else [lse]
-    fresh = [*own, *operands.workspaces.values()]
-    if any(library.address(x) % ALLOCATION_ALIGNMENT for x in fresh):
+def _planned(
+    library: Any, given: Sequence[str], results: Mapping[str, Any], operands: Operands
+) -> Plan | None:
+    """The plan of a call that ran as `record` says; None if it did what a plan cannot repeat."""
+    new = {name: x for name, x in results.items() if name not in given}
+    fresh = {**new, **operands.workspaces}
+    if any(library.address(x) % ALLOCATION_ALIGNMENT for x in fresh.values()):
         return None
+    names = [*given, *fresh]
     # By identity: q and k may be the same tensor, so addresses do not tell.
     known = [operands.arrays[name] for name in names] + [argument for argument, *_ in operands.maps]
     places = {id(value): place for place, value in enumerate(known)}
@@ -246,7 +269,7 @@ def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -
     words: list[int] = []
     slots: list[tuple[int, int]] = []
     with on_device(operands.device):
-        makers = [library.maker(tuple(x.shape), x.dtype, operands.device) for x in fresh]
+        makers = [library.maker(tuple(x.shape), x.dtype, operands.device) for x in fresh.values()]
         for ran in operands.launched:
             if ran.compiled.debug or ran.compiled.cooperative:
                 return None
@@ -258,11 +281,14 @@ def _planned(library: Any, given: int, out: Any, lse: Any, operands: Operands) -
                 elif is_array:
                     return None
                 words += parameters
-    layouts = [operands.problem.layouts[name] for name in "QKVO"] if given == len("QKVO") else []
+    one_given = len(new) < len(results)
+    layouts = [operands.problem.layouts[name] for name in given] if one_given else []
     return Plan(
+        operands.problem.method,
         library,
         operands.device,  # type: ignore[arg-type]
         makers,
+        len(new),
         [(span(x)[0] - x.address, span(x)[1] - x.address) for x in layouts],
         [(names.index(name), made.boxes) for _, name, made in operands.maps],
         launches,
@@ -362,7 +388,7 @@ class Torch:
         self.stream = handle or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
     def see(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]] | None:
-        """What decides a call, and the addresses; None where `attention` might refuse one."""
+        """What decides a call, and the addresses; None where the checked way might refuse one."""
         kind = self.kind
         addresses: list[int] = []
         seen: list[Any] = []
@@ -403,7 +429,7 @@ class CuPy:
         self._stream = cupy.cuda.get_current_stream
 
     def see(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]] | None:
-        """What decides a call, and the addresses; None where `attention` might refuse one."""
+        """What decides a call, and the addresses; None where the checked way might refuse one."""
         kind = self.kind
         addresses: list[int] = []
         seen: list[Any] = []

@@ -10,16 +10,26 @@ from typing import Any
 import numpy as np
 
 from fa2_numba.masking import Mask, Score, none, unchanged
-from fa2_numba.tiling import DTYPE_BYTES, VECTOR_BYTES, Tiling, acc_bytes, vector_width
+from fa2_numba.tiling import (
+    BOX_COLUMNS,
+    DTYPE_BYTES,
+    VECTOR_BYTES,
+    Tiling,
+    acc_bytes,
+    ceil_div,
+    vector_width,
+)
 
 METHODS = ("standard", "fa1", "fa2", "fa3")
-METHODS_BACKWARD = (
+# Those for every GPU, every dtype and the simulator.
+PORTABLE = ("standard", "fa1", "fa2")
+PORTABLE_BACKWARD = (
     "standard_backward",
     "fa1_backward",
     "fa2_backward",
     "fa2_backward_deterministic",
 )
-PORTABLE = ("standard", "fa1", "fa2")  # those for every GPU, every dtype and the simulator
+METHODS_BACKWARD = (*PORTABLE_BACKWARD, "fa3_backward", "fa3_backward_deterministic")
 ALLOCATION_ALIGNMENT = 256  # what CUDA allocators give at least
 
 
@@ -132,7 +142,7 @@ class Problem:
             "D": ((B, H, N_q), e_acc),
             "dS": ((B, H, N_q, N_k), e_acc),
             "dQ": ((B, H, N_q, d), e),
-            "dQ_acc": ((B, H, N_q, d), e_acc),
+            "dQ_acc": (self._dQ_acc, e_acc),
             "dK": ((B, self.H_k, N_k, d), e),
             "dV": ((B, self.H_k, N_k, d), e),
         }
@@ -207,6 +217,24 @@ class Problem:
     def d_width(self) -> int:
         """Elements per load of dO and O where D is made."""
         return self._width(vector_width(self.dtype), "dO", "O")
+
+    @property
+    def fa3_gradient_width(self) -> int:
+        """Elements per store of dQ, dK and dV by fa3: 16 bytes, or 1."""
+        return self._width(vector_width(self.dtype), "dQ", "dK", "dV")
+
+    @property
+    def adds_dQ(self) -> bool:
+        """Whether fa3 adds dQ up in memory."""
+        return self.method == "fa3_backward" and self.d <= 2 * BOX_COLUMNS
+
+    @property
+    def _dQ_acc(self) -> tuple[int, ...]:
+        """Shape of the accumulator: dQ's; fa3's is of tiles, each in the order of registers."""
+        if self.method != "fa3_backward":
+            return self.B, self.H, self.N_q, self.d
+        t = self.tiling
+        return self.B, self.H, t.T_r(self.N_q), t.B_r * ceil_div(self.d, BOX_COLUMNS) * BOX_COLUMNS
 
     @property
     def gradient_width(self) -> int:

@@ -215,10 +215,36 @@ class Tiling:
                 },
                 "info": (HOPPER_INFO, 1),
             }
-            rings, end = {}, 0
-            for name, (size, count) in sizes.items():
-                rings[name] = Ring(ceil_div(end, 16) * 16, size, count)
-                end = rings[name].start + size * count
+            rings, end = _placed(sizes)
+            if end <= HOPPER_SHARED_BYTES:
+                break
+        return rings, end
+
+    def hopper_backward_layout(self, d: int) -> tuple[dict[str, Ring], int]:
+        """Shared memory of fa3_backward, in the order of its places, and its bytes.
+
+        K_j and V_j; Q_i and dO_i, L_i and D_i in as many places as there is space for; two dS_ij,
+        and two dQ_i in fp32; the barriers.
+        """
+        boxes = ceil_div(d, BOX_COLUMNS)
+        for stages in (3, 2):
+            sizes = {
+                "K": (self.B_c * boxes * BANK_BYTES, 1),
+                "V": (self.B_c * boxes * BANK_BYTES, 1),
+                "Q": (self.B_r * boxes * BANK_BYTES, stages),
+                "dO": (self.B_r * boxes * BANK_BYTES, stages),
+                "dS": (self.B_r * self.B_c * 2, 2),
+                "dQ": (self.B_r * boxes * BOX_COLUMNS * 4, 2),
+                "L, D": (2 * 4 * self.B_r, stages),
+                "info": (HOPPER_INFO, 1),
+                "K, V full": (8, 2),
+                **{
+                    f"{name} {state}": (8, stages)
+                    for name in ("Q", "dO")
+                    for state in ("full", "empty")
+                },
+            }
+            rings, end = _placed(sizes)
             if end <= HOPPER_SHARED_BYTES:
                 break
         return rings, end
@@ -299,6 +325,10 @@ class Tiling:
             return max(self.backward_layout(d, dtype, n)[1] for n in BACKWARD_TILES[method])
         if method == "fa3":
             return self.hopper_layout(d)[1]
+        if method.startswith("fa3_backward"):
+            if d > 2 * BOX_COLUMNS:
+                return gradient_layout("dQ", d)[1]
+            return self.hopper_backward_layout(d)[1]
         if method == "standard":
             return max(self.shared_layout(d, dtype, names)[1] for names in ("QK", "VP"))
         return self.shared_layout(d, dtype, P_replaces_K=method == "fa2")[1]
@@ -314,6 +344,10 @@ class Tiling:
                     f"tiling: {self} needs about {registers} registers a thread for method=fa3, "
                     f"d={d}; a thread may have {most}"
                 )
+        if method.startswith("fa3_backward") and self != HOPPER_BACKWARD:
+            raise ValueError(
+                f"tiling: got {self} with method=fa3, accepted backward: {HOPPER_BACKWARD}"
+            )
         need = self.shared_bytes(d, dtype, method)
         if need > shared_limit:
             raise ValueError(
@@ -416,6 +450,47 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
         f"tiling: none fits {shared_limit} bytes of shared memory at method={method}, d={d}, "
         f"dtype={dtype}"
     )
+
+
+# Of fa3_backward: 64 keys for each of two warpgroups, 64 query rows a step.
+HOPPER_BACKWARD = Tiling(64, 128, 64, 4)
+
+
+GRADIENT_ROWS = 64  # rows of a step of fa3's kernels of one gradient
+
+
+def gradient_layout(gradient: str, d: int) -> tuple[dict[str, Ring], int]:
+    """Shared memory of fa3's kernel of one gradient, in the order of its places, and its bytes.
+
+    X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for.
+    """
+    row = ceil_div(d, BOX_COLUMNS) * BANK_BYTES
+    x_size, y_size = 2 * WARPGROUP_ROWS * row, GRADIENT_ROWS * row
+    for y_stages, w_stages in ((3, 3), (2, 2), (2, 1)):
+        sizes = {
+            "X": (x_size, 1),
+            "Z": (0 if gradient == "dV" else x_size, 1),
+            "Y": (y_size, y_stages),
+            "W": (y_size, w_stages),
+            "L, D": (2 * 4 * GRADIENT_ROWS, y_stages),
+            "info": (HOPPER_INFO, 1),
+            "X, Z full": (8, 2),
+            **{f"Y {state}": (8, y_stages) for state in ("full", "empty")},
+            **{f"W {state}": (8, w_stages) for state in ("full", "empty")},
+        }
+        rings, end = _placed(sizes)
+        if end <= HOPPER_SHARED_BYTES:
+            break
+    return rings, end
+
+
+def _placed(sizes: dict[str, tuple[int, int]]) -> tuple[dict[str, Ring], int]:
+    """Rings of these sizes and counts one behind the other, and where the last ends."""
+    rings, end = {}, 0
+    for name, (size, count) in sizes.items():
+        rings[name] = Ring(ceil_div(end, 16) * 16, size, count)
+        end = rings[name].start + size * count
+    return rings, end
 
 
 @functools.cache

@@ -13,17 +13,19 @@ import numpy as np
 from numba import cuda
 
 from fa2_numba import hbm
-from fa2_numba.formats import Format
+from fa2_numba.formats import LOG2_E, Format
 from fa2_numba.hbm import device
 from fa2_numba.masking import tile_functions
 from fa2_numba.ptx import (
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
     ex2_approx_ftz_f32,
+    ld_shared_v2_f32,
     max_f32,
     mov_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
+    stmatrix_x4_trans,
     vote_any,
 )
 from fa2_numba.tile import u32
@@ -204,35 +206,34 @@ def _exchange(x, y, has_bit, lanes):
     return x, other
 
 
-def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
-    """``write(O, L, acc, m, l, scale, b, h, row, N_q)``: normalise, round and store two rows.
+def tile_writer(d: int, n: int, dtype: str, width: int) -> Any:
+    """``write(A, acc, factor_0, factor_1, b, h, row, N, first)``: scale, round and store two rows.
 
-    A quad transposes 4 x 4 registers of two columns each, in two exchanges, so that a lane has 8
-    neighbouring columns. It stores them in pieces of `width`.
+    The 64 x n accumulators go to the columns from `first` on; what is past the last row or column
+    is not stored. A quad transposes 4 x 4 registers of two columns each, in two exchanges, so that
+    a lane has 8 neighbouring columns. It stores them in pieces of `width`.
     """
     pack = PACK[dtype]
     store = hbm.vector_store(width)
     chunks = n // 8  # of 8 columns
 
     @device
-    def rounded(acc, inverse, chunk, r):
+    def rounded(acc, factor, chunk, r):
         if chunk < chunks:
-            return pack(acc[4 * chunk + 2 * r + 1] * inverse, acc[4 * chunk + 2 * r] * inverse)
+            return pack(acc[4 * chunk + 2 * r + 1] * factor, acc[4 * chunk + 2 * r] * factor)
         return u32(0)
 
     @device
-    def write(O, L, acc, m, l, scale, b, h, row, N_q):
+    def write(A, acc, factor_0, factor_1, b, h, row, N, first):
         q = u32(cuda.laneid) % u32(4)
         odd, high = (q & u32(1)) != u32(0), (q & u32(2)) != u32(0)
         out = cuda.local.array(8, np.uint16)
         for r in range(2):
-            total = l[r] + shfl_bfly(l[r], 1)
-            total = total + shfl_bfly(total, 2)
-            inverse = rcp_approx_ftz_f32(total) if total != ZERO else ZERO  # no keys: O = 0
-            exists = row + 8 * r < N_q
+            factor = factor_1 if r else factor_0
+            exists = row + 8 * r < N
             for g in range(0, chunks, 4):
-                x_0, x_1 = rounded(acc, inverse, g, r), rounded(acc, inverse, g + 1, r)
-                x_2, x_3 = rounded(acc, inverse, g + 2, r), rounded(acc, inverse, g + 3, r)
+                x_0, x_1 = rounded(acc, factor, g, r), rounded(acc, factor, g + 1, r)
+                x_2, x_3 = rounded(acc, factor, g + 2, r), rounded(acc, factor, g + 3, r)
                 x_0, x_1 = _exchange(x_0, x_1, odd, 1)
                 x_2, x_3 = _exchange(x_2, x_3, odd, 1)
                 x_0, x_2 = _exchange(x_0, x_2, high, 2)
@@ -241,16 +242,270 @@ def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
                 out[2], out[3] = x_1, x_1 >> u32(16)
                 out[4], out[5] = x_2, x_2 >> u32(16)
                 out[6], out[7] = x_3, x_3 >> u32(16)
-                column = 8 * (np.int64(g) + np.int64(q))
-                if exists:
+                column = np.int64(first) + 8 * (np.int64(g) + np.int64(q))
+                if exists and 8 * (np.int64(g) + np.int64(q)) < n:
                     for at in range(0, 8, width):
                         if column + at < d:
-                            store(O, (b, h, row + 8 * r, column + at), out, at)
-            if exists and q == u32(0):
-                log_l = np.float32(math.log(total))
-                L[b, h, row + 8 * r] = m[r] * scale + log_l if total != ZERO else NEG_INF
+                            store(A, (b, h, row + 8 * r, column + at), out, at)
 
     return write
+
+
+def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
+    """``write(O, L, acc, m, l, scale, b, h, row, N_q)``: normalise, round and store two rows."""
+    write_tile = tile_writer(d, n, dtype, width)
+
+    @device
+    def total(l, r):
+        x = l[r] + shfl_bfly(l[r], 1)
+        return x + shfl_bfly(x, 2)
+
+    @device
+    def inverse(l):
+        return rcp_approx_ftz_f32(l) if l != ZERO else ZERO  # no keys: O = 0
+
+    @device
+    def write(O, L, acc, m, l, scale, b, h, row, N_q):
+        l_0, l_1 = total(l, 0), total(l, 1)
+        write_tile(O, acc, inverse(l_0), inverse(l_1), b, h, row, N_q, 0)
+        if u32(cuda.laneid) % u32(4) == u32(0):
+            for r in range(2):
+                if row + 8 * r < N_q:
+                    x = l_1 if r else l_0
+                    log_l = np.float32(math.log(x))
+                    L[b, h, row + 8 * r] = m[r] * scale + log_l if x != ZERO else NEG_INF
+
+    return write
+
+
+# Heads whose tiles go by length together: 66 share out evenly over 132 SMs, and what they read is
+# in L2 where it is short (docs/decisions/0017-row-tiles.md).
+SECTION = 66
+
+
+@device
+def tile_of_block(block, tiles, heads, section):
+    """The tile and the head of a block, of so many tiles of so many heads.
+
+    Of `section` heads after each other, the first tiles of all come first, then the second.
+    """
+    first = u32(block // u32(section * tiles) * section)
+    within = u32(block - first * tiles)
+    together = min(section, u32(heads - first))
+    return u32(within // together), u32(first + within % together)
+
+
+def row_tiles_seeing(rule: Any, B_r: int, B_c: int, every: bool) -> Any:
+    """``seeing(args, b, h, j, N_q, N_k) -> (begin, end)``, for a whole warp.
+
+    The row tiles from `begin` to before `end` have rows that see keys of tile j; or, with `every`,
+    all of whose rows see all of its keys. The ends of a mask's bounds never move left from row to
+    row, so both are counts of row tiles, to which every lane adds those it looks at.
+    """
+    _, _, (row_bounds, _) = tile_functions(rule, B_r, B_c, device)
+    bounded = rule.bounded
+
+    @device
+    def seeing(args, b, h, j, N_q, N_k):
+        T_r = np.int32((N_q + B_r - 1) // B_r)
+        first_key, end_key = np.int64(j) * B_c, (np.int64(j) + 1) * B_c
+        if not bounded:
+            return T_r if every and end_key > N_k else np.int32(0), T_r
+        before = past = np.int32(0)
+        i = np.int32(cuda.laneid)
+        while i < T_r:
+            first = np.int64(i) * B_r
+            last = min(first + B_r, N_q) - 1
+            # The row whose bound ends first, and the one whose bound begins last, or the others.
+            _, _, hi = row_bounds(args, b, h, first if every else last, N_q, N_k)
+            _, lo, _ = row_bounds(args, b, h, last if every else first, N_q, N_k)
+            if every:
+                before += np.int32(hi < end_key)
+                past += np.int32(lo <= first_key)
+            else:
+                before += np.int32(hi <= first_key)
+                past += np.int32(lo < end_key)
+            i = np.int32(i + np.int32(LANES))
+        for bit in range(5):
+            before += shfl_bfly(before, 1 << bit)
+            past += shfl_bfly(past, 1 << bit)
+        return before, past
+
+    return seeing
+
+
+def hidden_finder(n: int, rule: Any, keys_in_rows: bool) -> Any:
+    """``find(hidden, mask_args, b, h, row, key, N_q, N_k)``: one bit for each score of a thread.
+
+    Of a tile of 64 x n: whether the row does not see the key. `hidden` is a local array of n / 64
+    words of 32 bits, rounded up; bit x is accumulator x's. `row` and `key` are those of the
+    thread's first score. Rows of the tile are query rows, or keys with `keys_in_rows`.
+    """
+    _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
+    elementwise = rule.elementwise
+
+    @device
+    def find(hidden, mask_args, b, h, row, key, N_q, N_k):
+        for word in range(-(-n // 64)):
+            hidden[word] = u32(0)
+        if keys_in_rows:
+            for k in range(n // 8):
+                for e in range(2):
+                    i, lo, hi = row_bounds(mask_args, b, h, row + 8 * k + e, N_q, N_k)
+                    for r in range(2):
+                        j = key + 8 * r
+                        sees = lo <= j and j < hi
+                        if elementwise and sees:
+                            sees = visible(mask_args, b, h, i, j)
+                        if not sees:
+                            x = 4 * k + 2 * r + e
+                            hidden[x // 32] |= u32(1 << (x % 32))
+        else:
+            for r in range(2):
+                i, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
+                for k in range(n // 8):
+                    for e in range(2):
+                        j = key + 8 * k + e
+                        sees = lo <= j and j < hi
+                        if elementwise and sees:
+                            sees = visible(mask_args, b, h, i, j)
+                        if not sees:
+                            x = 4 * k + 2 * r + e
+                            hidden[x // 32] |= u32(1 << (x % 32))
+        for word in range(-(-n // 64)):
+            # The compiler would else make a case of its own of each tile of which it knows all.
+            hidden[word] = np.uint32(mov_b32(np.int32(hidden[word])))
+
+    return find
+
+
+def score_packer(n: int, dtype: str) -> tuple[Any, Any]:
+    """``pack(X, packed)``: 64 x n rounded to 16 bits, an A of n k; ``hide(packed, hidden)``."""
+    pack_two = PACK[dtype]
+
+    @device
+    def pack(X, packed):
+        for k in range(n // 4):
+            packed[k] = pack_two(X[2 * k + 1], X[2 * k])
+
+    @device
+    def hide(packed, hidden):
+        """Make those 0 whose bit is set: also NaN, which 0 times NaN would be."""
+        for k in range(n // 4):
+            bits = ~(hidden[k // 16] >> u32(2 * k % 32))
+            kept = u32(0xFFFF) * (bits & u32(1)) | u32(0x7FFF8000) * (bits & u32(2))
+            packed[k] = packed[k] & kept
+
+    return pack, hide
+
+
+def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, Any]:
+    """P and dS of 64 x n scores: lines 11 and 14 of FlashAttention-2's Algorithm 2.
+
+    L, in units of log 2, and D are local arrays of the thread's two rows, where those are query
+    rows; with `keys_in_rows` they are the addresses in shared memory of those of its first column.
+
+    Returns
+    -------
+    make_P : device function ``(S, L, c)``
+        S becomes ``2 ** (c S - L)``. For scores that do not change.
+    make_dS : device function ``(P, dP, D)``
+        dP becomes ``P (dP - D)``.
+    make_both : device function ``(S, dP, L, D, scale, state, i, j)``
+        The same for scores that change; i and j are the places of the thread's first score.
+    """
+    _, changed = change.functions(device, np.float32)
+    derivative = change.derivative(device, np.float32)
+    DERIVED = derivative is not None
+
+    @device
+    def load(two, A, k):
+        """Those of the thread's columns 8 k and 8 k + 1."""
+        if keys_in_rows:
+            ld_shared_v2_f32(two, u32(A + u32(32 * k)))
+
+    @device
+    def of(two, A, x):
+        """That of register x: 4 registers hold 2 rows of 2 columns."""
+        return two[x % 2] if keys_in_rows else A[x // 2 % 2]
+
+    @device
+    def make_P(S, L, c):
+        two = cuda.local.array(2, np.float32)
+        two[0], two[1] = ZERO, ZERO
+        for k in range(n // 8):
+            load(two, L, k)
+            for x in range(4 * k, 4 * k + 4):
+                S[x] = ex2_approx_ftz_f32(S[x] * c - of(two, L, x))
+
+    @device
+    def make_dS(P, dP, D):
+        two = cuda.local.array(2, np.float32)
+        two[0], two[1] = ZERO, ZERO
+        for k in range(n // 8):
+            load(two, D, k)
+            for x in range(4 * k, 4 * k + 4):
+                dP[x] = P[x] * (dP[x] - of(two, D, x))
+
+    @device
+    def make_both(S, dP, L, D, scale, state, i, j):
+        two_L, two_D = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
+        two_L[0], two_L[1], two_D[0], two_D[1] = ZERO, ZERO, ZERO, ZERO
+        for k in range(n // 8):
+            load(two_L, L, k)
+            load(two_D, D, k)
+            for x in range(4 * k, 4 * k + 4):
+                row, column = 8 * (x // 2 % 2), 8 * k + x % 2
+                i_x, j_x = (i + column, j + row) if keys_in_rows else (i + row, j + column)
+                s = S[x] * scale
+                new = changed(state, i_x, j_x, s) * LOG2_E
+                S[x] = ex2_approx_ftz_f32(new - of(two_L, L, x))
+                dP[x] = S[x] * (dP[x] - of(two_D, D, x))
+                if DERIVED:
+                    dP[x] = dP[x] * derivative(state, i_x, j_x, s)
+
+    return make_P, make_dS, make_both
+
+
+def transposed_storer(n: int) -> Any:
+    """``store(packed, at, thread)``: 64 x n packed values to shared memory, transposed.
+
+    To a box at address `at` of n rows of 64: the warpgroup's column c is the box's row c.
+    """
+
+    @device
+    def store(packed, at, thread):
+        lane, warp = u32(thread) % u32(LANES), u32(thread) // u32(LANES) % u32(4)
+        # A lane gives the address of column lane % 8 of one of four 8 x 8 matrices: two of the
+        # warp's 16 rows, in pieces of 16 bytes, times two of 16 columns.
+        piece = u32(2) * warp + (lane >> u32(3) & u32(1))
+        row = (lane >> u32(4)) * u32(8) + (lane & u32(7))
+        place = u32(at + row * u32(128) + ((piece ^ (lane & u32(7))) << u32(4)))  # swizzled
+        for k in range(n // 16):
+            stmatrix_x4_trans(
+                u32(place + u32(2048 * k)),
+                packed[4 * k],
+                packed[4 * k + 1],
+                packed[4 * k + 2],
+                packed[4 * k + 3],
+            )
+
+    return store
+
+
+def clearer(n: int) -> Any:
+    """``clear(X)``: n registers become 0.
+
+    Before a product that does not read its accumulators, too: ptxas drops the zeros, and what was
+    in the registers need not be kept until then.
+    """
+
+    @device
+    def clear(X):
+        for k in range(n):
+            X[k] = ZERO
+
+    return clear
 
 
 def zero_times(n: int) -> Any:
@@ -321,5 +576,107 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
                         O[b, h, row, lane + LANES * k] = from_acc(o)
                 if lane == 0:
                     L[b, h, row] = m + log(l) if l != ZERO else NEG_INF
+
+    return recompute
+
+
+def gradient_recomputer(gradient: str, d: int, rule: Any, change: Any, fmt: Format) -> Any:
+    """Rows of dQ, dK or dV again where they are not finite, pair by pair of query row and key.
+
+    A pair of which the row does not see the key is not touched, whatever is there. (In products of
+    tiles it counts as 0 times that, which is NaN if that is NaN or infinite.)
+
+    Returns
+    -------
+    device function
+        ``recompute(Q, K, V, dO, L, D, out, scale, mask_args, score_args, b, h, group, first, N_q,
+        N_k)``: those of rows `first` to ``first + 15`` of `out`, by a warp. h is a head of `out`;
+        `group` query heads read a key head.
+    """
+    _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
+    prepare, changed = change.functions(device, np.float32)
+    derivative = change.derivative(device, np.float32)
+    DERIVED = derivative is not None
+    to_acc, from_acc, exp = fmt.to_acc, fmt.from_acc, fmt.exp
+    own = -(-d // LANES)  # columns of a lane: lane, lane + 32, ...
+
+    @device
+    def dot(A, B, b, h_a, row_a, h_b, row_b):
+        lane = np.int64(cuda.laneid)
+        s = ZERO
+        for k in range(own):
+            column = lane + LANES * k
+            if column < d:
+                s += to_acc(A[b, h_a, row_a, column]) * to_acc(B[b, h_b, row_b, column])
+        for bit in range(5):
+            s += shfl_bfly(s, 1 << bit)
+        return s
+
+    @device
+    def factor(Q, K, V, dO, L, D, scale, state, b, h, h_k, row, i, j):
+        """P_ij, or dS_ij times the scale."""
+        s = dot(Q, K, b, h, row, h_k, j) * scale
+        l = L[b, h, row]
+        p = exp(changed(state, i, j, s) - l) if l != NEG_INF else ZERO  # no score of it is finite
+        if gradient == "dV":
+            return p
+        ds = p * (dot(dO, V, b, h, row, h_k, j) - D[b, h, row])
+        return ds * scale * derivative(state, i, j, s) if DERIVED else ds * scale
+
+    @device
+    def is_finite(A, b, h, row):
+        lane = np.int64(cuda.laneid)
+        x = ZERO
+        for k in range(own):
+            if lane + LANES * k < d:
+                x += to_acc(A[b, h, row, lane + LANES * k]) * ZERO
+        return not vote_any(x != ZERO)
+
+    @device
+    def add(acc, x, A, b, h, row):
+        lane = np.int64(cuda.laneid)
+        for k in range(own):
+            if lane + LANES * k < d:
+                acc[k] += x * to_acc(A[b, h, row, lane + LANES * k])
+
+    @device
+    def sum_row(Q, K, V, dO, L, D, acc, scale, mask_args, score_args, b, h, group, row, N_q, N_k):
+        """dQ_i."""
+        state = prepare(score_args, b, h)
+        i, lo, hi = row_bounds(mask_args, b, h, row, N_q, N_k)
+        for j in range(lo, hi):
+            if visible(mask_args, b, h, i, j):
+                x = factor(Q, K, V, dO, L, D, scale, state, b, h, h // group, row, i, j)
+                add(acc, x, K, b, h // group, j)
+
+    @device
+    def sum_key(Q, K, V, dO, L, D, acc, scale, mask_args, score_args, b, h_k, group, j, N_q, N_k):
+        """dK_j or dV_j."""
+        for h in range(h_k * group, (h_k + 1) * group):
+            state = prepare(score_args, b, h)
+            for row in range(N_q):
+                i, lo, hi = row_bounds(mask_args, b, h, row, N_q, N_k)
+                if lo <= j and j < hi and visible(mask_args, b, h, i, j):
+                    x = factor(Q, K, V, dO, L, D, scale, state, b, h, h_k, row, i, j)
+                    add(acc, x, dO if gradient == "dV" else Q, b, h, row)
+
+    sum_one = sum_row if gradient == "dQ" else sum_key
+
+    @device
+    def recompute(
+        Q, K, V, dO, L, D, out, scale, mask_args, score_args, b, h, group, first, N_q, N_k
+    ):  # fmt: skip
+        lane = np.int64(cuda.laneid)
+        acc = cuda.local.array(own, np.float32)
+        for row in range(first, min(first + 16, N_q if gradient == "dQ" else N_k)):
+            if not is_finite(out, b, h, row):
+                for k in range(own):
+                    acc[k] = ZERO
+                sum_one(
+                    Q, K, V, dO, L, D, acc, scale, mask_args, score_args, b, h, group, row, N_q, N_k
+                )  # fmt: skip
+                for k in range(own):
+                    if lane + LANES * k < d:
+                        out[b, h, row, lane + LANES * k] = from_acc(acc[k])
 
     return recompute

@@ -200,3 +200,146 @@ def check(
     names = ("largest error", "rms error", "error of the LSE", "places of -inf")
     shares = dict(zip(names, (round(x, 3) for x in found), strict=True))
     assert max(found) <= 1, f"shares of what is allowed: {shares}"
+
+
+# ---- gradients --------------------------------------------------------------------------------
+
+
+def backward_inputs(
+    torch: Any,
+    draw: Draw,
+    d: int,
+    dtype: Any,
+    device: Any,
+    *,
+    mask: str = "none",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dlse: bool = True,
+) -> tuple[Any, ...]:
+    """dout, q, k, v, out, LSE and dlse (or None); out and LSE are float64's, rounded."""
+    q, k, v = inputs(torch, draw, d, dtype, device)
+    visible = seen(torch, mask, draw.window, draw.N_q, draw.N_k, device)
+    factor = 1 / math.sqrt(d) if scale is None else scale
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    forward = allowed(torch, q, k, v, visible, factor, softcap, name)
+    generator = torch.Generator(device=device)
+    generator.manual_seed(draw.seed + 1)
+    dout, dL = (
+        torch.randn(shape, generator=generator, device=device) + 0.3
+        for shape in (q.shape, q.shape[:3])
+    )
+    return dout.to(dtype), q, k, v, forward.O.to(dtype), forward.lse.float(), dL if dlse else None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One of dQ, dK and dV in float64, and what roundings may do to it."""
+
+    exact: Any
+    most: Any  # of each element's error
+    square: Any  # of the size of each element's error
+
+
+def allowed_backward(
+    torch: Any,
+    given: tuple[Any, ...],
+    visible: Any,
+    scale: float,
+    softcap: float,
+    dtype: str,
+) -> tuple[Gradient, Gradient, Gradient]:
+    """dQ, dK and dV of dout, q, k, v, out, lse and dlse (None: 0), and what may be off.
+
+    A kernel takes out and LSE as they are, so this does. It rounds P where dV, and dS where dQ and
+    dK are made of it, and each gradient at the end, by a relative u: as in `allowed`, that moves
+    ``dV_j = sum_i P_ij dO_i`` by ``u (sum_i P_ij |dO_i| + |dV_j|)`` at most, and typically by
+    ``u sqrt(sum_i P_ij^2 dO_i^2 + dV_j^2)``; the others alike, with dS.
+
+    In fp32, P errs relatively by what `allowed` says of a score, and by FP32 |L|; dP by
+    ``(FP32 + d / 16 STEP) |dO| . |V|``, D by ``FP32 (|dO| . |O| + |dL|)``, the derivative of
+    softcap by FP32. What a sum of n products loses is at most ``n / 16 STEP`` of its terms; dQ is
+    summed over tiles in memory besides.
+    """
+    dout, q, k, v, out, lse, dlse = given
+    u, tiny = UNIT_ROUNDOFF[dtype], TINY[dtype]
+    H_k, d = k.shape[1], q.shape[3]
+    group = q.shape[1] // H_k
+    Q, dO, O, L = q.double(), dout.double(), out.double(), lse.double()[..., None]
+    K, V = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    dL = torch.zeros_like(L) if dlse is None else dlse.double()[..., None]
+    product = FP32 + -(-d // 16) * STEP
+
+    S = scale * (Q @ K.mT)
+    relative = 8 * FP32 + product * abs(scale) * (Q.abs() @ K.abs().mT)
+    derivative = torch.ones_like(S)
+    if softcap:
+        t = torch.tanh(S / softcap)
+        S, derivative = softcap * t, 1 - t * t
+    seen_at_all = visible & (L != -math.inf)
+    P = torch.where(seen_at_all, (S - L).exp(), 0.0)
+    relative = torch.where(seen_at_all, relative + FP32 * L.abs(), 0.0)
+    G = dO @ V.mT - (dO * O).sum(-1, keepdim=True) + dL
+    off_G = product * (dO.abs() @ V.abs().mT) + FP32 * (
+        (dO * O).abs().sum(-1, keepdim=True) + dL.abs()
+    )
+    dS = P * G * derivative
+    off_dS = P * (relative * G.abs() + off_G + FP32 * G.abs())
+
+    def gradient(W: Any, off: Any, X: Any, factor: float, n: int) -> tuple[Any, Any, Any, Any]:
+        """W X in float64, the sum of its terms' sizes and of their squares, and what fp32 does."""
+        terms = W.abs() @ X.abs()
+        small = tiny * ((W != 0).double() @ X.abs()) + off @ X.abs()
+        fp32 = small + (-(-n // 16) * STEP + -(-n // 64) * FP32) * terms
+        return factor * W @ X, factor * terms, factor**2 * (W**2 @ X**2), factor * fp32
+
+    def settled(parts: tuple[Any, ...]) -> Gradient:
+        exact, terms, squares, fp32 = parts
+        return Gradient(
+            exact,
+            1.01 * u * (terms + exact.abs()) + fp32 + tiny,
+            u**2 * (squares + exact**2) + (fp32 + tiny) ** 2,
+        )
+
+    def of_keys(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The sum over the query heads that read a key head."""
+        return tuple(x.unflatten(1, (H_k, group)).sum(2) for x in parts)
+
+    rows, keys = q.shape[2] * group, k.shape[2]
+    factor = abs(scale)
+    sign = 1.0 if scale > 0 else -1.0
+    return (
+        settled(gradient(sign * dS, off_dS, K, factor, keys)),
+        settled(of_keys(gradient(sign * dS.mT, off_dS.mT, Q, factor, rows))),
+        settled(of_keys(gradient(P.mT, (P * relative).mT, dO, 1.0, rows))),
+    )
+
+
+def check_gradients(
+    torch: Any,
+    got: tuple[Any, Any, Any],
+    given: tuple[Any, ...],
+    *,
+    mask: str = "none",
+    window: tuple[int, int] = (0, 0),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dtype: str,
+) -> None:
+    """Assert that dQ, dK and dV of dout, q, k, v, out, lse and dlse are right.
+
+    The message has the shares of what is allowed: of the largest error, and of the rms error.
+    """
+    q, k = given[1:3]
+    visible = seen(torch, mask, window, q.shape[2], k.shape[2], q.device)
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    shares = {}
+    want = allowed_backward(torch, given, visible, factor, softcap, dtype)
+    for name, x, like, expected in zip(("dQ", "dK", "dV"), got, given[1:4], want, strict=True):
+        assert x.dtype == like.dtype and x.shape == like.shape, name
+        error = (x.double() - expected.exact).abs()
+        share = torch.where(error == 0, error, error / expected.most)
+        rms = error.square().mean().sqrt() / (expected.square.mean().sqrt() * SIGMAS)
+        found = torch.stack([share.max(), rms]).nan_to_num(nan=math.inf)
+        shares[name] = [round(n, 3) for n in found.tolist()]
+    assert max(map(max, shares.values())) <= 1, f"shares of what is allowed: {shares}"

@@ -1,6 +1,6 @@
 """Gradients against the reference, counts against the model, and relations between backward runs.
 
-The methods are read from `METHODS_BACKWARD`: a kernel is tested the day it is listed. out and lse
+The methods are read from `PORTABLE_BACKWARD`: a kernel is tested the day it is listed. out and lse
 are those of the reference, rounded, so that a fault of the forward pass does not show here.
 """
 
@@ -29,7 +29,7 @@ from fa2_numba import backward, io_model, launch, masking, reference, simulator,
 from fa2_numba.problem import Problem
 from fa2_numba.tiling import Tiling
 
-METHODS = tuple(backward.METHODS_BACKWARD)
+METHODS = tuple(backward.PORTABLE_BACKWARD)
 every_method = pytest.mark.parametrize("method", METHODS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # dout's layout, and if there is a dlse. On a GPU another kind of either is another compilation.

@@ -11,7 +11,7 @@ from fa2_numba import backward, reference, simulator
 from fa2_numba.tiling import Tiling
 
 ONE_WARP = SMALL_TILINGS[0]  # 4 rows, 8 keys
-METHODS = tuple(backward.METHODS_BACKWARD)
+METHODS = tuple(backward.PORTABLE_BACKWARD)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 

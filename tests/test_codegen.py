@@ -238,7 +238,7 @@ def test_fp64_computes_in_fp64(compiled: Any) -> None:
 
 ADDS = {"fa2_backward": "fa2_backward_columns"}
 BACKWARD = [
-    *((method, "fp32", d) for method in backward.METHODS_BACKWARD for d in (64, 128)),
+    *((method, "fp32", d) for method in backward.PORTABLE_BACKWARD for d in (64, 128)),
     ("fa2_backward", "fp64", 64),
     ("fa2_backward", "bf16", 64),
     ("fa2_backward", "fp32", 256),
@@ -401,7 +401,7 @@ def test_score_changes(compiled: Any, score: str) -> None:
 # ---- counting is an argument type -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*api.PORTABLE, *backward.METHODS_BACKWARD])
+@pytest.mark.parametrize("method", [*api.PORTABLE, *backward.PORTABLE_BACKWARD])
 def test_counting_leaves_plain_kernels_as_they_are(compiled: Any, method: str) -> None:
     """The same SASS before and after the counted kernels were compiled from the same source."""
     what: Any = ("fp32", 16, Tiling(8, 8, 4, 8))  # small, to compile quickly

@@ -61,6 +61,50 @@ def test_an_output_below_the_smallest_number_may_be_0(dtype):
         fa3_cases.check(torch, out + 2.0**-14, lse, q, k, v, scale=1.0, dtype=dtype)
 
 
+def gradients(given: tuple[Any, ...], scale: float, softcap: float, dtype: str) -> list[Any]:
+    """As fa3 computes them: P and dS in the dtype where products take them, all else in fp32."""
+    dout, q, k, v, out, lse, dlse = given
+    H_k, group, kind = k.shape[1], q.shape[1] // k.shape[1], DTYPES[dtype]
+    Q, dO, O = q.float(), dout.float(), out.float()
+    K, V = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    S = Q @ K.mT * scale
+    derivative = torch.ones_like(S)
+    if softcap:
+        t = torch.tanh(S / softcap)
+        S, derivative = t * softcap, 1 - t * t
+    P = torch.exp2((S - lse[..., None]) / math.log(2))
+    D = (dO * O).sum(-1) - dlse
+    dS = (P * (dO @ V.mT - D[..., None]) * derivative).to(kind).float()
+    dK, dV = dS.mT @ Q * scale, P.to(kind).float().mT @ dO
+    by_key = [x.unflatten(1, (H_k, group)).sum(2) for x in (dK, dV)]
+    return [x.to(kind) for x in (dS @ K * scale, *by_key)]
+
+
+GRADIENT_VALUES = tuple(values for values in VALUES if values != "heavy")
+
+
+@pytest.mark.parametrize("values", GRADIENT_VALUES)
+@pytest.mark.parametrize(
+    ("dtype", "d", "scale", "softcap"),
+    [("bf16", 104, 0.1, 0.0), ("fp16", 64, -0.125, 0.0), ("bf16", 64, 0.125, 20.0)],
+)
+def test_roundings_of_gradients_are_allowed_and_a_missing_key_is_not(
+    dtype, d, scale, softcap, values
+):
+    draw = Draw(B=2, H_k=2, group=2, N_q=70, N_k=130, values=values)
+    given = fa3_cases.backward_inputs(
+        torch, draw, d, DTYPES[dtype], "cpu", scale=scale, softcap=softcap
+    )
+    how = {"scale": scale, "softcap": softcap, "dtype": dtype}
+    fa3_cases.check_gradients(torch, gradients(given, scale, softcap, dtype), given, **how)
+    dout, q, k, v, *rest = given
+    k_0, v_0 = k.clone(), v.clone()
+    k_0[:, :, -1], v_0[:, :, -1] = 0, 0
+    without = gradients((dout, q, k_0, v_0, *rest), scale, softcap, dtype)
+    with pytest.raises(AssertionError, match="shares of what is allowed"):
+        fa3_cases.check_gradients(torch, without, given, **how)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_view_is_moved_with_what_is_around_it(layout):
     view, buffer = fa3_cases.placed(torch, torch.randn(2, 3, 5, 8), layout)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES as ELEMENTS
 from strategies import Backend, forall
 
-from fa2_numba import api, io_model, masking, reference
+from fa2_numba import api, backward, io_model, masking, reference
 from fa2_numba.problem import Layout, Problem
 from fa2_numba.tiling import HOPPER_INFO, HOPPER_SHARED_BYTES, MAX_HEAD_DIM, Tiling, choose_hopper
 
@@ -271,3 +271,20 @@ def test_the_simulator_has_no_fa3(backend: Backend, function: Any) -> None:
     x = np.ones((4, 8, 64), ELEMENTS["bf16"])
     with pytest.raises(ValueError, match=r"method: got fa3, accepted .*: auto, standard"):
         function(x, x, x, method="fa3")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_simulator_has_no_gradients_of_fa3(backend: Backend, deterministic: bool) -> None:
+    if backend.name != "simulator":
+        pytest.skip("about the simulator")
+    x, lse = np.ones((4, 8, 64), ELEMENTS["bf16"]), np.ones((4, 8), np.float32)
+    six = (x, x, x, x, x, lse)
+    for function in (
+        backward.attention_backward, backward.measure_backward, backward.predict_backward
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"method: got fa3, accepted .*: auto, standard"):
+            function(*six, method="fa3", deterministic=deterministic)
+    rows = backward.predict_backward(*six, deterministic=deterministic)
+    assert {row.method for row in rows} == {
+        "fa2_backward_deterministic" if deterministic else "fa2_backward"
+    }

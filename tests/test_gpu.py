@@ -445,7 +445,7 @@ def test_gradients_beyond_2_to_the_31_elements(cp: Any) -> None:
     assert not any(x[B // 3, 0].any() for x in gradients)
 
 
-@pytest.mark.parametrize("method", backward.METHODS_BACKWARD)
+@pytest.mark.parametrize("method", backward.PORTABLE_BACKWARD)
 def test_gradients_on_a_torch_stream(torch: Any, method: str) -> None:
     # flash-attention#2481: the preprocessing kernel read dout before its producer had finished
     host = qkv(70, 70, 32, H_k=4)

@@ -210,7 +210,7 @@ def test_workspaces_are_written_before_read_and_stay_in_bounds(
     )
 
 
-@pytest.mark.parametrize("method", backward.METHODS_BACKWARD)
+@pytest.mark.parametrize("method", backward.PORTABLE_BACKWARD)
 @pytest.mark.parametrize("dtype", DTYPES)
 @forall(2, cases(kernels(((), ("causal",))), empty=False))
 def test_workspaces_of_the_backward_pass(

@@ -20,8 +20,8 @@ from fa2_numba import backward, io_model, masking, simulator, traffic
 from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import Mask, Score
-from fa2_numba.problem import METHODS_BACKWARD, PORTABLE, Layout, Problem
-from fa2_numba.tiling import Tiling, acc_bytes
+from fa2_numba.problem import METHODS_BACKWARD, PORTABLE, PORTABLE_BACKWARD, Layout, Problem
+from fa2_numba.tiling import HOPPER_BACKWARD, Tiling, acc_bytes
 
 LAUNCH: dict[str, Any] = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
 LAUNCH |= dict.fromkeys(METHODS_BACKWARD, backward.launch)
@@ -267,7 +267,7 @@ def test_counted_is_predicted(case: Case) -> None:
 
 
 @on_the_simulator
-@forall(60, cases(METHODS_BACKWARD))
+@forall(60, cases(PORTABLE_BACKWARD))
 def test_counted_is_predicted_backward(case: Case) -> None:
     problem, arrays = place(case)
     counted, _ = count(problem, arrays)
@@ -278,7 +278,7 @@ def test_counted_is_predicted_backward(case: Case) -> None:
 
 @on_the_simulator
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("method", [*PORTABLE, *METHODS_BACKWARD])
+@pytest.mark.parametrize("method", [*PORTABLE, *PORTABLE_BACKWARD])
 @pytest.mark.parametrize("mask", ["boolean bhqk", "skip & documents b & boolean hk"])
 def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mask: str) -> None:
     case = Case(method, dtype, B=2, H_k=2, N_q=9, N_k=12, mask=mask, score="alibi")
@@ -286,7 +286,7 @@ def test_workspaces_and_mask_arrays_have_places_too(method: str, dtype: str, mas
     assert traffic.differences(counted, io_model.predict(problem)) == []
 
 
-@pytest.mark.parametrize("method", METHODS_BACKWARD)
+@pytest.mark.parametrize("method", PORTABLE_BACKWARD)
 def test_without_rows_the_gradients_of_keys_are_still_written(method: str) -> None:
     rows = io_model.predict(Case(method, N_q=0, N_k=19, H_k=2, group=3).problem())
     stored = {r.array: r.elements for r in rows if r.op == "store"}
@@ -372,7 +372,8 @@ def test_walking_the_warps_of_fa2_gives_the_same() -> None:
 )
 def test_a_million_rows_take_no_time(method: str, mask: Mask) -> None:
     N = 2**20 - 3
-    p = Problem(method, "fp16", 2, 16, 4, N, N, 128, Tiling(64, 64, 8, 16), mask)
+    tiling = HOPPER_BACKWARD if method.startswith("fa3_") else Tiling(64, 64, 8, 16)
+    p = Problem(method, "fp16", 2, 16, 4, N, N, 128, tiling, mask)
     start = time.perf_counter()
     rows = io_model.predict(p)
     assert time.perf_counter() - start < 2
@@ -384,6 +385,9 @@ def test_a_million_rows_take_no_time(method: str, mask: Mask) -> None:
 # --- the papers' formulas ---------------------------------------------------------------------
 
 
+PLAIN_MASKS = (masking.none(), masking.causal(), masking.causal_skip())
+
+
 @st.composite
 def plain_problems(draw: Any, methods: tuple[str, ...] = PORTABLE) -> Problem:
     """Full or causal attention, dividing and ragged; the model needs no kernel, so any size."""
@@ -392,10 +396,22 @@ def plain_problems(draw: Any, methods: tuple[str, ...] = PORTABLE) -> Problem:
     size = st.integers(0, 300)
     N_q, N_k = draw(size | size.map(lambda n: n * tiling.B_r)), draw(size)
     H_k = draw(pick((1, 2)))
-    mask = draw(pick((masking.none(), masking.causal(), masking.causal_skip())))
+    mask = draw(pick(PLAIN_MASKS))
     sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, draw(st.integers(1, 128)))
     dtype, dlse = draw(pick(tuple(DTYPES))), draw(st.booleans())
     return Problem(draw(pick(methods)), dtype, *sizes, tiling, mask, dlse=dlse)
+
+
+@st.composite
+def fa3_problems(draw: Any) -> Problem:
+    """The same of fa3's backward pass, which has one tiling, and rows and keys in each call."""
+    pick = st.sampled_from
+    H_k, mask = draw(pick((1, 2))), draw(pick(PLAIN_MASKS))
+    N_q, N_k = draw(st.integers(1, 500)), draw(st.integers(1, 500))
+    d = draw(pick((8, 64, 72, 128, 136, 256)))
+    sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, d, HOPPER_BACKWARD)
+    method = draw(pick(("fa3_backward", "fa3_backward_deterministic")))
+    return Problem(method, draw(pick(("fp16", "bf16"))), *sizes, mask, dlse=draw(st.booleans()))
 
 
 @forall(200, plain_problems())
@@ -403,7 +419,7 @@ def test_closed_forms_are_predicted(problem: Problem) -> None:
     assert_closed_form(problem)
 
 
-@forall(200, plain_problems(METHODS_BACKWARD))
+@forall(300, plain_problems(PORTABLE_BACKWARD) | fa3_problems())
 def test_closed_forms_of_gradients_are_predicted(problem: Problem) -> None:
     assert_closed_form(problem)
 
@@ -427,7 +443,7 @@ def test_nothing_moves_less_than_the_compulsory_bytes(problem: Problem) -> None:
         assert io_model.total(rows, op="store") == least["O"] + least["L"]
 
 
-@forall(100, plain_problems(METHODS_BACKWARD))
+@forall(150, plain_problems(PORTABLE_BACKWARD) | fa3_problems())
 def test_gradients_move_no_less_than_the_compulsory_bytes(problem: Problem) -> None:
     rows = io_model.predict(problem)
     least = io_model.compulsory(problem)

@@ -20,12 +20,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import forall
+from strategies import backward_method, forall
 
-from fa2_numba import api, arrays, hbm, launch, masking, plan, simulator, tensor_map
+from fa2_numba import (
+    api,
+    arrays,
+    backward,
+    hbm,
+    launch,
+    masking,
+    plan,
+    simulator,
+    tensor_map,
+)
 from fa2_numba.accounting.launches import watched
 from fa2_numba.problem import Layout, Problem
-from fa2_numba.tiling import Tiling
+from fa2_numba.tiling import HOPPER_BACKWARD, Tiling
 
 CONTEXT = 77  # the handle of the device's context
 ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4}
@@ -134,6 +144,7 @@ class Machine:
     grad: bool = True
     status: int = 0
     counts: dict[int, int] = field(default_factory=dict)  # function to parameters
+    compiled: dict[Any, int] = field(default_factory=dict)  # kernel and so many, to function
 
     def take(self, size: int) -> int:
         """The address of new memory."""
@@ -162,7 +173,7 @@ class Machine:
                     yield from map(plan._word, made)
 
         words = list(flat(args))
-        function = id(kernel)
+        function = self.compiled.setdefault((kernel, len(words)), len(self.compiled) + 1)
         self.counts[function] = len(words)
         self.checked.append((function, blocks, threads, shared, words))
         return SimpleNamespace(
@@ -245,7 +256,7 @@ def stand_ins() -> Iterator[Machine]:
         patch.setattr(arrays, "device_view", View)
         patch.setattr(arrays, "numba_stream", lambda handle: handle)
         patch.setattr(launch, "launch", m.launch)
-        for module in (api, launch, plan):
+        for module in (api, backward, launch, plan):
             patch.setattr(module, "on_device", m.on_device)
         patch.setattr(driver, "cuCtxGetCurrent", lambda: (0, m.current))
         patch.setattr(driver, "cuLaunchKernel", m.cuLaunchKernel)
@@ -265,22 +276,47 @@ def machine() -> Iterator[Machine]:
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_method = pytest.mark.parametrize("method", api.PORTABLE)
+every_gradient = pytest.mark.parametrize("method", backward.PORTABLE_BACKWARD)
 
 
-def qkv(m: Machine, family: str, dtype: str = "float32", n: int = 9, d: int = 16) -> list[Any]:
-    """q, k and v at new addresses."""
-    return [m.empty(family, shape, dtype) for shape in ((2, n, d), (1, n + 4, d), (1, n + 4, d))]
+class Function(NamedTuple):
+    """A function with plans."""
+
+    call: Callable[..., Any]
+    names: tuple[str, ...]  # of the arrays that it needs
+    launches: int  # of a call with the default options, in float32
+
+    def arrays(
+        self, m: Machine, family: str, dtype: str = "float32", n: int = 9, d: int = 16
+    ) -> list[Any]:
+        """Its arrays, at new addresses."""
+        acc = "float64" if dtype == "float64" else "float32"
+        rows, keys = (2, n, d), (1, n + 4, d)
+        shapes = {"k": keys, "v": keys, "lse": rows[:-1], "dlse": rows[:-1]}
+        return [
+            m.empty(family, shapes.get(name, rows), acc if "lse" in name else dtype)
+            for name in self.names
+        ]
+
+
+ATTENTION = Function(api.attention, ("q", "k", "v"), 1)
+GRADIENTS = Function(backward.attention_backward, ("dout", "q", "k", "v", "out", "lse"), 3)
+WITH_DLSE = GRADIENTS._replace(names=(*GRADIENTS.names, "dlse"))
+every_function = pytest.mark.parametrize("f", [ATTENTION, GRADIENTS], ids=["forward", "backward"])
+qkv = ATTENTION.arrays
 
 
 # ---- what is launched ---------------------------------------------------------------------------
 
 
-def as_checked(m: Machine, heap: int, *args: Any, **options: Any) -> list[tuple[Any, ...]]:
+def as_checked(
+    m: Machine, heap: int, *args: Any, f: Function = ATTENTION, **options: Any
+) -> list[tuple[Any, ...]]:
     """What the checked way launches, where allocations begin at `heap`."""
     m.heap = heap
     m.checked.clear()
     with plan.unused():
-        api.attention(*args, **options)
+        f.call(*args, **options)
     return list(m.checked)
 
 
@@ -328,6 +364,66 @@ def test_a_plan_launches_what_the_checked_way_would(
 
 
 @every_family
+@every_gradient
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_plan_launches_what_the_checked_way_would_for_gradients(
+    machine: Machine,
+    family: str,
+    method: str,
+    dtype: str,
+    with_dlse: bool,
+    options: dict[str, Any],
+) -> None:
+    m = machine
+    options = {name: x for name, x in options.items() if name != "return_lse"}
+    options |= backward_method(method)
+    f = WITH_DLSE if with_dlse else GRADIENTS
+
+    def given() -> dict[str, Any]:
+        return dict(zip(f.names, f.arrays(m, family, dtype), strict=True))
+
+    f.call(**given(), **options)
+    assert m.checked and not m.replayed
+
+    for one_for_two in (False, True):
+        again = given()
+        if one_for_two:
+            again |= {"dout": again["q"], "v": again["k"]}
+        heap = m.heap
+        m.replayed.clear()
+        results = f.call(**again, **options)
+        assert m.replayed == as_checked(m, heap, f=f, **again, **options)
+        for got, name in zip(results, "qkv", strict=True):
+            like = again[name]
+            assert type(got) is KINDS[family] and (got.shape, got.dtype) == (like.shape, like.dtype)
+        assert not {id(x) for x in results} & {id(x) for x in again.values()}
+
+
+@every_family
+def test_the_functions_do_not_share_plans(machine: Machine, family: str) -> None:
+    """Whatever is called between, each call has the launches of its own."""
+    calls: list[tuple[Function, dict[str, Any]]] = [
+        (ATTENTION, {}),
+        (GRADIENTS, {}),
+        (WITH_DLSE, {}),
+        (GRADIENTS, {"deterministic": True}),
+        (GRADIENTS, {"scale": 0.5}),
+    ]
+    for turn in range(3):
+        for f, options in calls:
+            given = dict(zip(f.names, f.arrays(machine, family), strict=True))
+            heap = machine.heap
+            machine.replayed.clear()
+            f.call(**given, **options)
+            if turn:
+                assert machine.replayed == as_checked(machine, heap, f=f, **given, **options)
+            else:
+                assert not machine.replayed
+
+
+@every_family
 def test_one_array_may_be_all_three(machine: Machine, family: str) -> None:
     x, y = (machine.empty(family, (9, 16), "float32") for _ in range(2))
     api.attention(x, x, x)
@@ -337,11 +433,12 @@ def test_one_array_may_be_all_three(machine: Machine, family: str) -> None:
 
 
 @every_family
-def test_streams_are_those_of_the_call(machine: Machine, family: str) -> None:
-    three = qkv(machine, family)
+@every_function
+def test_streams_are_those_of_the_call(machine: Machine, family: str, f: Function) -> None:
+    given = f.arrays(machine, family)
     for machine.stream in (0, 5, 9):  # the stand-in for the driver compares
-        api.attention(*three)
-    assert len(machine.replayed) == 2
+        f.call(*given)
+    assert len(machine.replayed) == 2 * f.launches
 
 
 @every_family
@@ -354,38 +451,43 @@ def test_nothing_to_launch(machine: Machine, family: str) -> None:
 
 
 @every_family
-def test_another_context_is_left_as_it_was(machine: Machine, family: str) -> None:
-    three = qkv(machine, family)
-    api.attention(*three)
+@every_function
+def test_another_context_is_left_as_it_was(machine: Machine, family: str, f: Function) -> None:
+    given = f.arrays(machine, family)
+    f.call(*given)
     machine.entered.clear()
     machine.current = 1
-    api.attention(*three)
-    assert len(machine.replayed) == 1
+    f.call(*given)
+    assert len(machine.replayed) == f.launches
     assert (machine.entered, machine.current) == ([0], 1)
 
 
-def test_a_failed_launch_says_so(machine: Machine) -> None:
-    three = qkv(machine, "torch")
-    api.attention(*three)
+@pytest.mark.parametrize(
+    ("f", "name"), [(ATTENTION, "fa2"), (GRADIENTS, "fa2_backward")], ids=["forward", "backward"]
+)
+def test_a_failed_launch_says_so(machine: Machine, f: Function, name: str) -> None:
+    given = f.arrays(machine, "torch")
+    f.call(*given)
     machine.status = 1
-    with pytest.raises(RuntimeError, match="a launch failed: CUDA_ERROR_OUT_OF_PAPER"):
-        api.attention(*three)
+    with pytest.raises(RuntimeError, match=f"^{name}: a launch failed: CUDA_ERROR_OUT_OF_PAPER"):
+        f.call(*given)
 
 
-def test_plans_hold_no_memory_of_a_graph(machine: Machine) -> None:
+@every_function
+def test_plans_hold_no_memory_of_a_graph(machine: Machine, f: Function) -> None:
     """Recorded in a capture, a plan asks torch for each tensor by its shape."""
     shapes: list[Any] = []
     empty = sys.modules["torch"].empty
     sys.modules["torch"].empty = lambda shape, **how: shapes.append(shape) or empty(shape, **how)  # type: ignore[attr-defined]
     machine.capturing = True
-    three = qkv(machine, "torch")
-    api.attention(*three)
+    given = f.arrays(machine, "torch")
+    f.call(*given)
     assert (1,) not in shapes
     heap = machine.heap
-    api.attention(*three)
-    assert machine.replayed == as_checked(machine, heap, *three)
+    f.call(*given)
+    assert machine.replayed == as_checked(machine, heap, *given, f=f)
     machine.capturing = False
-    api.attention(*qkv(machine, "torch", n=10))
+    f.call(*f.arrays(machine, "torch", n=10))
     assert (1,) in shapes
 
 
@@ -403,6 +505,22 @@ def test_a_gradient_is_refused_on_a_replay(machine: Machine, name: str) -> None:
     machine.grad = False
     api.attention(**arguments)
     assert len(machine.replayed) == 1
+
+
+@pytest.mark.parametrize("name", WITH_DLSE.names)
+def test_a_gradient_is_refused_on_a_replay_of_gradients(machine: Machine, name: str) -> None:
+    """Where autograd is on; with it off, and detached, a tensor is as any other."""
+    f = WITH_DLSE
+    arguments = dict(zip(f.names, f.arrays(machine, "torch"), strict=True))
+    f.call(**arguments)
+    arguments[name].requires_grad = True
+    with pytest.raises(TypeError, match=f"^{name}: requires grad"):
+        f.call(**arguments)
+    machine.grad = False
+    f.call(**arguments)
+    machine.grad, arguments[name].requires_grad = True, False
+    f.call(**arguments)
+    assert len(machine.replayed) == 2 * f.launches
 
 
 @every_family
@@ -432,34 +550,39 @@ def test_out_beside_an_input_is_taken(machine: Machine) -> None:
 
 
 @every_family
-def test_masks_and_scores_take_the_checked_way(machine: Machine, family: str) -> None:
-    three = qkv(machine, family)
+@every_function
+def test_masks_and_scores_take_the_checked_way(machine: Machine, family: str, f: Function) -> None:
+    given = f.arrays(machine, family)
     for _ in range(2):
-        api.attention(*three, mask=masking.causal())
-        api.attention(*three, score=masking.unchanged())
-    assert len(machine.checked) == 4 and not machine.replayed
+        f.call(*given, mask=masking.causal())
+        f.call(*given, score=masking.unchanged())
+    assert len(machine.checked) == 4 * f.launches and not machine.replayed
 
 
 @every_family
-def test_memory_that_is_less_aligned_takes_the_checked_way(machine: Machine, family: str) -> None:
-    """Then O's stores are narrower: another kernel."""
-    three = qkv(machine, family)
+@every_function
+def test_memory_that_is_less_aligned_takes_the_checked_way(
+    machine: Machine, family: str, f: Function
+) -> None:
+    """Then stores are narrower: another kernel."""
+    given = f.arrays(machine, family)
     machine.heap += 8
-    api.attention(*three)
+    f.call(*given)
     machine.heap -= 8
-    api.attention(*three)
-    assert len(machine.checked) == 2 and not machine.replayed
+    f.call(*given)
+    assert len(machine.checked) == 2 * f.launches and not machine.replayed
     machine.heap += 8
-    api.attention(*three)
-    assert len(machine.checked) == 3 and not machine.replayed
+    f.call(*given)
+    assert len(machine.checked) == 3 * f.launches and not machine.replayed
     machine.heap -= 8
-    api.attention(*three)
-    assert len(machine.checked) == 3 and len(machine.replayed) == 1
+    f.call(*given)
+    assert len(machine.checked) == 3 * f.launches and len(machine.replayed) == f.launches
 
 
+@every_function
 @pytest.mark.parametrize("name", ["debug", "cooperative"])
 def test_a_kernel_that_needs_more_than_a_launch_has_no_plan(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, f: Function, name: str
 ) -> None:
     def special(*args: Any) -> Any:
         compiled = machine.launch(*args)
@@ -467,21 +590,26 @@ def test_a_kernel_that_needs_more_than_a_launch_has_no_plan(
         return compiled
 
     monkeypatch.setattr(launch, "launch", special)
-    three = qkv(machine, "torch")
+    given = f.arrays(machine, "torch")
     for _ in range(2):
-        api.attention(*three)
-    assert len(machine.checked) == 2 and not machine.replayed
+        f.call(*given)
+    assert len(machine.checked) == 2 * f.launches and not machine.replayed
 
 
-def test_watched_launches_are_those_of_operands(machine: Machine) -> None:
-    three = qkv(machine, "torch")
+ADDING = ["backward_rowsum", "backward_clear", "fa2_backward_columns"]
+
+
+@every_function
+def test_watched_launches_are_those_of_operands(machine: Machine, f: Function) -> None:
+    given = f.arrays(machine, "torch")
     seen: list[str] = []
     for _ in range(2):
-        api.attention(*three)
+        f.call(*given)
     with watched(lambda operands, name: seen.append(name)):
-        api.attention(*three, method="fa2")
-    api.attention(*three)
-    assert seen == ["fa2"] and len(machine.replayed) == 2
+        f.call(*given, method="fa2")
+    f.call(*given)
+    assert seen == (["fa2"] if f is ATTENTION else ADDING)
+    assert len(machine.replayed) == 2 * f.launches
 
 
 def test_other_arrays_have_no_plan(machine: Machine) -> None:
@@ -506,6 +634,13 @@ def mostly(good: tuple[Any, ...], bad: tuple[Any, ...]) -> st.SearchStrategy[Any
     return st.integers(0, 9).flatmap(lambda n: few if n == 9 else st.sampled_from(good))
 
 
+GIVEN = {
+    "forward": ("q", "k", "v", "out"),
+    "backward": ("dout", "q", "k", "v", "out", "lse", "dlse"),
+}  # the last may be absent
+every_direction = pytest.mark.parametrize("direction", GIVEN)
+PLACES = [f"{name}_{what}" for name in GIVEN["backward"] for what in ("gap", "offset")]
+
 # All of a call that may differ.
 CALLS = st.fixed_dictionaries(
     {
@@ -515,13 +650,8 @@ CALLS = st.fixed_dictionaries(
         "v_dtype": mostly((None,), ("float16",)),
         "device": st.sampled_from((0, 1)),
         "v_device": mostly((None,), (1,)),
-        "own_out": st.booleans(),
-        **{
-            f"{name}_gap": mostly((0,), (8,)) for name in ("q", "k", "v", "out")
-        },  # elements, between rows
-        **{
-            f"{name}_offset": mostly((0,), (8,)) for name in ("q", "k", "v", "out")
-        },  # bytes, of the address
+        "last": st.booleans(),
+        **{name: mostly((0,), (8,)) for name in PLACES},  # elements, between rows; bytes
         "causal": mostly((False, True, "bound", "skip"), (0, 1, 1.0, "x", np.bool_(True))),
         "window": mostly(
             (None, (1, 1), (1, 2)), ((1.0, 1), (True, 1), [1, 1], (np.int64(1), 1), (1,), (1, -2))
@@ -530,39 +660,54 @@ CALLS = st.fixed_dictionaries(
         "scale": mostly((None, 1, 1.0), NUMBERS),
         "method": mostly(("auto", "fa2", "fa1", "standard"), ("none",)),
         "tiling": mostly((None, Tiling(16, 16, 4, 8), Tiling(16, 8, 4, 8)), (16,)),
+        "deterministic": mostly((False, True), (0, 1, np.bool_(True))),
     }
 )
 
 NAMES = (
-    *("shape", "keys", "dtype", "v_dtype", "device", "v_device", "own_out"),
-    *(f"{name}_{what}" for name in ("q", "k", "v", "out") for what in ("gap", "offset")),
-    *("causal", "window", "softcap", "scale", "method", "tiling"),
+    *("shape", "keys", "dtype", "v_dtype", "device", "v_device", "last", *PLACES),
+    *("causal", "window", "softcap", "scale", "method", "tiling", "deterministic"),
 )
 
 
-def made(call: dict[str, Any], family: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def made(
+    call: dict[str, Any], family: str, direction: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arrays and options of a call."""
+    names = GIVEN[direction] if call["last"] else GIVEN[direction][:-1]
     shape, keys = call["shape"], (*call["shape"][:-2], call["keys"], call["shape"][-1])
+    shapes = {"k": keys, "v": keys, "lse": shape[:-1], "dlse": shape[:-1]}
     out = []
-    for n, (name, own) in enumerate({"q": shape, "k": keys, "v": keys, "out": shape}.items()):
+    for n, name in enumerate(names):
+        own, of_rows = shapes.get(name, shape), "lse" in name
+        row = len(own) - (1 if of_rows else 2)
         steps = list(Layout.contiguous(own, 1).strides)
-        steps[-2] += call[f"{name}_gap"]
-        steps[:-2] = [2 * step for step in steps[:-2]]  # room for the gaps
+        steps[row] += call[f"{name}_gap"]
+        steps[:row] = [9 * step for step in steps[:row]]  # room for the gaps
         dtype, device = call["dtype"], call["device"]
+        if of_rows:
+            dtype = "float64" if dtype == "float64" else "float32"
         if name == "v":
             dtype = call["v_dtype"] or dtype
             device = device if call["v_device"] is None else call["v_device"]
         address = (n + 1 << 20) + call[f"{name}_offset"]
         out.append(KINDS[family](own, dtype, address, tuple(steps), device))
-    options = ("causal", "window", "softcap", "scale", "method", "tiling")
-    return tuple(out[: 3 + call["own_out"]]), {name: call[name] for name in options}
+    options = ["causal", "window", "softcap", "scale", "method", "tiling"]
+    options += ["deterministic"] if direction == "backward" else []
+    return tuple(out), {name: call[name] for name in options}
 
 
-def meaning(three: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def meaning(given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """All that a call launches, but addresses; None if it is refused."""
     own = {key: options[key] for key in ("method", "tiling", "scale")}
+    call: Any
     try:
-        call = api._Call(*three[:3], out=three[3] if len(three) > 3 else None, **own)
+        if "deterministic" in options:
+            dlse = given[6] if len(given) > 6 else None
+            own["deterministic"] = options["deterministic"]
+            call = backward._Backward(*given[:6], dlse, **own)
+        else:
+            call = api._Call(*given[:3], out=given[3] if len(given) > 3 else None, **own)
         call.change(options["causal"], options["window"], None, options["softcap"], None, None)
     except (TypeError, ValueError):
         return None
@@ -574,11 +719,13 @@ def meaning(three: tuple[Any, ...], options: dict[str, Any]) -> Any:
         (p.method, p.dtype, p.B, p.H, p.H_k, p.N_q, p.N_k, p.d, p.tiling, call.scale, places)
         + (call.like.device, p.mask.name, p.mask.rule, p.mask.args, p.score.name, p.score.change)
         + (p.score.args, p.load_width, p.store_width, p.o_acc_width, p.o_row_width, p.p_width)
+        + (p.dlse, p.d_width, p.gradient_width, p.dq_row_width, p.fa3_gradient_width)
     )
 
 
 @every_family
-def test_calls_of_one_key_mean_the_same(family: str) -> None:
+@every_direction
+def test_calls_of_one_key_mean_the_same(family: str, direction: str) -> None:
     """Equal keys, equal problems; a call that is refused has no key of one that is not."""
     if not simulator.ACTIVE:
         pytest.skip("the tiling of the simulator")
@@ -590,8 +737,8 @@ def test_calls_of_one_key_mean_the_same(family: str) -> None:
         nonlocal good
         two = one | {name: other[name] for name in changed}
         with stand_ins():
-            calls = [made(call, family) for call in (one, two)]
-            keys = [plan.replay(three, tuple(options.values()))[0] for three, options in calls]
+            calls = [made(call, family, direction) for call in (one, two)]
+            keys = [plan.replay(given, tuple(options.values()))[0] for given, options in calls]
             if keys[0] is not None and keys[0] == keys[1]:
                 meanings = [meaning(*call) for call in calls]
                 assert meanings[0] == meanings[1]
@@ -605,10 +752,16 @@ def base() -> dict[str, Any]:
     """A good call."""
     defaults = dict.fromkeys(NAMES, 0) | {"shape": (2, 4, 16), "keys": 4, "dtype": "float32"}
     defaults |= dict.fromkeys(("v_dtype", "v_device", "window", "softcap", "scale", "tiling"))
-    return defaults | {"own_out": True, "causal": False, "method": "auto"}
+    return defaults | {
+        "last": True,
+        "causal": False,
+        "method": "auto",
+        "deterministic": False,
+    }
 
 
 @every_family
+@every_direction
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -618,8 +771,8 @@ def base() -> dict[str, Any]:
         ("v_dtype", "float16"),
         ("device", 1),
         ("v_device", 1),
-        ("own_out", False),
-        *((f"{name}_{what}", 8) for name in ("q", "k", "v", "out") for what in ("gap", "offset")),
+        ("last", False),
+        *((place, 8) for place in PLACES),
         ("causal", True),
         ("causal", "skip"),
         ("window", (1, 1)),
@@ -627,17 +780,20 @@ def base() -> dict[str, Any]:
         ("scale", 0.5),
         ("method", "fa1"),
         ("tiling", Tiling(16, 16, 4, 8)),
+        ("deterministic", True),
     ],
 )
 def test_what_decides_a_call_is_in_its_key(
-    machine: Machine, family: str, name: str, value: Any
+    machine: Machine, family: str, direction: str, name: str, value: Any
 ) -> None:
     def key(call: dict[str, Any]) -> Any:
-        three, options = made(call, family)
-        return plan.replay(three, tuple(options.values()))[0]
+        given, options = made(call, family, direction)
+        return plan.replay(given, tuple(options.values()))[0]
 
+    foreign = direction == "forward" and name.startswith(("dout", "lse", "dlse", "deterministic"))
     assert key(base()) == key(base()) is not None
-    assert key(base() | {name: value}) not in (None, key(base()))
+    assert (key(base() | {name: value}) == key(base())) == foreign
+    assert key(base() | {name: value}) is not None
 
 
 @pytest.mark.parametrize(
@@ -650,6 +806,8 @@ def test_what_decides_a_call_is_in_its_key(
         ({"window": (1, 1)}, {"window": (True, 1)}),
         ({"window": (1, 1)}, {"window": (1.0, 1)}),
         ({"softcap": 1.0}, {"softcap": True}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({"deterministic": False}, {"deterministic": np.bool_(False)}),
     ],
     ids=str,
 )
@@ -737,20 +895,25 @@ def test_plans_in_many_threads() -> None:
     assert len(plans._plans) == 4
 
 
-def test_threads_do_not_mix_their_addresses(machine: Machine) -> None:
+@every_function
+def test_threads_do_not_mix_their_addresses(machine: Machine, f: Function) -> None:
     """One plan, many threads: each launch has the addresses of one call."""
-    calls = [qkv(machine, "torch") for _ in range(8)]
-    api.attention(*calls[0])
-    slots = [n for n, word in enumerate(machine.checked[0][-1]) if word >= 1 << 40]
-    known = [tuple(x.data_ptr() for x in call) for call in calls]
+    calls = [dict(zip(f.names, f.arrays(machine, "torch"), strict=True)) for _ in range(8)]
+    f.call(**calls[0])
+    function, *_, words = machine.checked[-1]  # has q, k and v
+    slots = [words.index(calls[0][name].data_ptr()) for name in "qkv"]
+    known = [tuple(call[name].data_ptr() for name in "qkv") for call in calls]
 
     def work(n: int) -> None:
         for _ in range(20):
-            api.attention(*calls[n])
+            f.call(**calls[n])
 
     in_threads(work)
-    launched = Counter(tuple(words[n] for n in slots[:3]) for *_, words in machine.replayed)
+    launched = Counter(
+        tuple(words[n] for n in slots) for one, *_, words in machine.replayed if one == function
+    )
     assert launched == dict.fromkeys(known, 20)
+    assert len(machine.replayed) == 8 * 20 * f.launches
 
 
 # ---- tensor maps --------------------------------------------------------------------------------
@@ -1165,6 +1328,45 @@ def test_maps_are_found_for_each_call(
         addresses = [x.data_ptr() if family == "torch" else x.data.ptr for x in given]
         assert read == [addresses[1], addresses[0], addresses[1]]
     assert len(memory.words) == 2 * 4
+
+
+@every_family
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_maps_of_gradients_are_found_for_each_call(
+    machine: Machine,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    with_dlse: bool,
+) -> None:
+    """Of the launches of fa3, as they are on a GPU of sm_90."""
+    from numba import cuda
+
+    monkeypatch.setattr(tensor_map, "_stores", {0: tensor_map.Store(memory, 64)})
+    monkeypatch.setattr(tensor_map, "simulator", SimpleNamespace(ACTIVE=False))
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0), raising=False)
+    monkeypatch.setattr(backward._BackwardShape, "_fa3_error", lambda self: None)
+    monkeypatch.setattr(backward._BackwardShape, "_tiling", lambda self: HOPPER_BACKWARD)
+    f = WITH_DLSE if with_dlse else GRADIENTS
+
+    def call() -> dict[str, Any]:
+        return dict(zip(f.names, f.arrays(machine, family, "float16", 40, 64), strict=True))
+
+    f.call(**call(), causal=True)  # "auto"
+    launches = len(machine.checked)
+    assert launches > 1 and not machine.replayed
+    for _ in range(3):
+        given = call()
+        heap = machine.heap
+        machine.replayed.clear()
+        f.call(**given, causal=True)
+        again = as_checked(machine, heap, f=f, causal=True, **given)
+        assert machine.replayed == again and len(again) == launches
+        words = {word for *_, words in again for word in words}
+        read = {memory.words[word] for word in words if word in memory.words}
+        boxed = [given[name] for name in ("q", "k", "v", "dout")]
+        assert read == {x.data_ptr() if family == "torch" else x.data.ptr for x in boxed}
+    assert len(memory.words) == 4 * 4
 
 
 def test_boxes_of_a_counted_array(

@@ -10,9 +10,9 @@ import pytest
 from test_codegen import STORAGE
 from test_codegen import hopper as hopper
 
-from fa2_numba import api, launch, masking, plan
+from fa2_numba import api, backward, launch, masking, plan
 from fa2_numba.problem import Problem, acc_type
-from fa2_numba.tiling import Tiling
+from fa2_numba.tiling import HOPPER_BACKWARD, Tiling
 
 pytestmark = pytest.mark.codegen
 
@@ -20,7 +20,15 @@ SCALE = 0.37
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("standard", "fp32"), ("fa1", "bf16"), ("fa2", "fp64")]
+    ("method", "dtype"),
+    [
+        ("standard", "fp32"),
+        ("fa1", "bf16"),
+        ("fa2", "fp64"),
+        ("fa2_backward", "bf16"),
+        ("fa2_backward_deterministic", "fp32"),
+        ("fa3_backward", "fp16"),
+    ],
 )
 def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -> None:
     """As many as the code declares, of its sizes, and addresses where a plan writes them."""
@@ -39,7 +47,8 @@ def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -
             return self
 
     mask, score = masking.window(3, 4), masking.softcap(2.0)
-    problem = Problem(method, dtype, 2, 4, 2, 40, 50, 64, Tiling(32, 32, 8, 16), mask, score)
+    tiling = HOPPER_BACKWARD if method == "fa3_backward" else Tiling(32, 32, 8, 16)
+    problem = Problem(method, dtype, 2, 4, 2, 40, 50, 64, tiling, mask, score, dlse=True)
     addresses = itertools.count(1 << 40, 1 << 20)
     acc = acc_type(dtype)
 
@@ -48,7 +57,10 @@ def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -
 
     operands = launch.Operands(
         problem,
-        {n: pointer(problem.layout(n).shape, acc if n == "L" else STORAGE[dtype]) for n in "QKVOL"},
+        {
+            name: pointer(problem.layout(name).shape, acc if "L" in name else STORAGE[dtype])
+            for name in ("Q", "K", "V", "O", "L", "dO", "dL", "dQ", "dK", "dV")
+        },
         lambda shape, dtype: (pointer(shape, dtype), None),
         0,
         SCALE,
@@ -61,8 +73,15 @@ def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -
         compiled = dispatcher._Kernel(kernel.py_func, types, **kernel.targetoptions)
         ran.append(launch.Launched(kernel.__name__, compiled, blocks, threads, shared, given))
 
-    operands.run = compile_only  # type: ignore[method-assign]
-    api.METHODS[method](problem, operands)
+    maps: list[Any] = []
+
+    def boxes(name: str, *_: Any) -> Any:
+        maps.append(np.uint64(next(addresses)))
+        return maps[-1]
+
+    operands.run, operands.boxes = compile_only, boxes  # type: ignore[method-assign]
+    launcher = backward.launch if method in backward.METHODS_BACKWARD else api.METHODS[method]
+    launcher(problem, operands)
     scale = int(acc(SCALE).view(f"u{acc().itemsize}"))
     assert any(scale in words for one in ran for words, _ in plan.parameters_of(one))
     for one in ran:
@@ -74,7 +93,14 @@ def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -
         assert len(words) == len(sizes)
         assert all(word < 1 << 8 * size for word, size in zip(words, sizes, strict=True))
         arrays = [(part, value) for part, value in parameters if isinstance(value, Pointer)]
-        assert len(arrays) >= 3
+        assert arrays
         for part, value in arrays:
             assert part[plan.ADDRESS] == value.ptr and part.count(value.ptr) == 1
         assert all(len(part) == 1 for part, value in parameters if not isinstance(value, Pointer))
+    passed = [
+        part[0]
+        for one in ran
+        for part, value in plan.parameters_of(one)
+        if any(value is m for m in maps)
+    ]
+    assert passed == [int(address) for address in maps]

@@ -1,6 +1,7 @@
 """Plans on a GPU: the same bits, whatever the addresses, streams, threads, devices and graphs."""
 
 import contextlib
+import math
 import statistics
 import sys
 import threading
@@ -8,13 +9,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from strategies import backward_method
 from test_gpu import cp as cp
 from test_gpu import delay, two_gpus
 from test_gpu import torch as torch
 
-from fa2_numba import api, arrays, launch, plan, tensor_map
+from fa2_numba import api, arrays, backward, launch, plan, tensor_map
 from fa2_numba.problem import Layout
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +45,7 @@ REPLAYED = [(method, *case) for method in api.PORTABLE for case in CASES] + [
 
 def dtype_for(method: str) -> str:
     """What a method takes: fa3 has no float32."""
-    return "float16" if method == "fa3" else "float32"
+    return "float16" if method.startswith("fa3") else "float32"
 
 
 @pytest.fixture(params=["cupy", "torch"])
@@ -64,11 +67,21 @@ class Library:
         if self.name == "torch":
             tensor = self.module.from_numpy(host).to(f"cuda:{device}")
             return tensor.to(getattr(self.module, dtype))
-        import ml_dtypes
-
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         with self.module.cuda.Device(device):
             return self.module.asarray(host.astype(kind))
+
+    def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """A view with stride 0 along the axes that are new or were 1."""
+        if self.name == "torch":
+            return x.expand(shape)
+        return self.module.broadcast_to(x, shape)
+
+    def moved(self, x: Any, elements: int) -> Any:
+        """The same values, so many elements behind the beginning of other memory."""
+        join = self.module.concatenate if self.name == "cupy" else self.module.cat
+        flat = x.reshape(-1)
+        return join([flat[:elements], flat])[elements:].reshape(x.shape)
 
     def stream(self) -> Any:
         """A new stream, as a context manager."""
@@ -104,7 +117,7 @@ def replayed(
     """No plans at first; in it, the plan of each call that was done by one."""
     callspec = getattr(request.node, "callspec", None)
     method = callspec.params.get("method") if callspec else None
-    if method == "fa3" and launch.compute_capability(None) != (9, 0):
+    if str(method).startswith("fa3") and launch.compute_capability(None) != (9, 0):
         pytest.skip("fa3 needs compute capability 9.0")
     done: list[Any] = []
     call = plan.Plan.__call__
@@ -121,7 +134,7 @@ def replayed(
 
 
 def bits(result: Any) -> tuple[bytes, ...]:
-    """Of out and LSE."""
+    """Of each array."""
     return tuple(arrays.to_host(x).tobytes() for x in result)
 
 
@@ -419,6 +432,352 @@ def test_a_graph_of_torch(torch: Any, replayed: list[Any], method: str) -> None:
         assert bits(result) == checked(*data, method=method)
 
 
+# ---- gradients ----------------------------------------------------------------------------------
+
+every_gradient = pytest.mark.parametrize("method", backward.METHODS_BACKWARD)
+ATOMIC = ("fa2_backward", "fa3_backward")  # dq is a sum in the order of chance
+GRADIENT_SHAPES = [
+    (1, 8, 1, 33, 257, 64),
+    (1, 4, 2, 70, 90, 40),
+    (2, 2, 2, 65, 16, 64),  # one tile of keys: nothing is summed in the order of chance
+    (1, 2, 2, 0, 5, 64),
+    (1, 2, 2, 5, 0, 64),
+]
+GRADIENT_CASES = [
+    (method, shape, "float32")
+    for method in backward.METHODS_BACKWARD
+    for shape in GRADIENT_SHAPES
+    if not method.startswith("fa3")
+] + [
+    (method, shape, dtype)
+    for method in backward.METHODS_BACKWARD
+    for dtype in ("float16", "bfloat16")
+    for shape in GRADIENT_SHAPES[:3]
+]
+
+
+def dgiven(
+    library: Library,
+    shape: tuple[int, ...],
+    dtype: str,
+    seed: int,
+    device: int = 0,
+    dlse: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The arrays of a backward call; out and lse are of the checked way."""
+    q, k, v = library.qkv(shape, dtype, seed, device)
+    with plan.unused():
+        out, lse = api.attention(q, k, v, method="fa2", return_lse=True, **options)
+    acc = "float64" if dtype == "float64" else "float32"
+    given = {"dout": library.normal(q.shape, dtype, 100 + seed, device)}
+    given |= {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return given | ({"dlse": library.normal(q.shape[:-1], acc, 200 + seed, device)} if dlse else {})
+
+
+def dchecked(given: dict[str, Any], **options: Any) -> tuple[np.ndarray, ...]:
+    """dq, dk and dv of the checked way."""
+    with plan.unused():
+        return on_host(backward.attention_backward(**given, **options))
+
+
+def on_host(result: Any) -> tuple[np.ndarray, ...]:
+    """Copies of arrays."""
+    return tuple(np.array(arrays.to_host(x)) for x in result)
+
+
+def assert_same(got: Any, want: tuple[np.ndarray, ...], method: str, N_k: int) -> None:
+    """The same bits; but dq that is summed in the order of chance within its roundings."""
+    got = on_host(got)
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
+    by_chance = method in ATOMIC and N_k > 16
+    for a, b in list(zip(got, want, strict=True))[by_chance:]:
+        assert a.tobytes() == b.tobytes()
+    if by_chance:
+        eps = float(ml_dtypes.finfo(got[0].dtype).eps)
+        wide = got[0].dtype.itemsize > 2
+        a, b = (x.astype(np.float64) for x in (got[0], want[0]))
+        assert np.abs(a - b).max(initial=0) <= (64 if wide else 1) * eps * np.abs(b).max(initial=0)
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize(("method", "shape", "dtype"), GRADIENT_CASES, ids=str)
+def test_a_replay_gives_the_gradients_of_the_checked_way(
+    library: Library,
+    replayed: list[Any],
+    method: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    dlse: bool,
+) -> None:
+    """Of other data at other addresses, with the first call's arrays alive beside them."""
+    options = {"causal": True, **backward_method(method)}
+    calls = [dgiven(library, shape, dtype, seed, dlse=dlse, causal=True) for seed in range(3)]
+    want = [dchecked(given, **options) for given in calls]
+    results = [backward.attention_backward(**given, **options) for given in calls]
+    assert len(replayed) == 2
+    for got, expected in zip(results, want, strict=True):
+        assert_same(got, expected, method, shape[4])
+    for again, first, name in zip(results[-1], results[0], "qkv", strict=True):
+        assert (type(again), again.dtype, again.shape) == (type(first), first.dtype, first.shape)
+        assert (again.dtype, again.shape) == (calls[-1][name].dtype, calls[-1][name].shape)
+    if shape[3] and shape[4]:
+        assert len({x[1].tobytes() for x in want}) == 3
+
+
+@every_gradient
+def test_options_of_gradients_do_not_share_plans(
+    library: Library, replayed: list[Any], method: str
+) -> None:
+    """Nor do the two functions, nor calls with and without a gradient by the LSE."""
+    given = dgiven(library, (1, 4, 2, 70, 90, 64), dtype_for(method), 0, dlse=True)
+    without = {name: x for name, x in given.items() if name != "dlse"}
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (given, {}),
+        (without, {}),
+        (given, {"causal": True}),
+        (given, {"window": (9, 9)}),
+        (given, {"window": (9, 8)}),
+        (given, {"softcap": 2.0}),
+        (given, {"scale": 0.1}),
+    ]
+    how = backward_method(method)
+    want = [dchecked(arguments, **how, **o) for arguments, o in calls]
+    assert len({x[1].tobytes() for x in want}) == len(calls)
+    for turn in range(3):
+        for (arguments, options), expected in zip(calls, want, strict=True):
+            got = backward.attention_backward(**arguments, **how, **options)
+            assert_same(got, expected, method, 90)
+            api.attention(*(given[name] for name in "qkv"), method=how["method"], **options)
+        # Two of the calls are one of the forward's, which that has done once before.
+        assert len(replayed) == turn * 2 * len(calls) + 1
+
+
+@every_gradient
+def test_gradients_at_other_addresses(library: Library, replayed: list[Any], method: str) -> None:
+    """One element behind, loads are narrower: a key and kernels of its own. fa3 refuses, always."""
+    given = dgiven(library, (1, 4, 2, 70, 90, 64), dtype_for(method), 0, dlse=True, causal=True)
+    options = {"causal": True, **backward_method(method)}
+    want = dchecked(given, **options)
+    backward.attention_backward(**given, **options)
+    for name in given:
+        moved = given | {name: library.moved(given[name], 1)}
+        replayed.clear()
+        if method.startswith("fa3") and name in ("q", "k", "v", "dout"):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=f"^{name}: got address"):
+                    backward.attention_backward(**moved, **options)
+            moved = given | {name: library.moved(given[name], 8)}  # 16 bytes
+        expected = dchecked(moved, **options)
+        for _ in range(2):
+            assert_same(backward.attention_backward(**moved, **options), expected, method, 90)
+        assert len(replayed) == 1
+        assert_same(backward.attention_backward(**given, **options), want, method, 90)
+        assert len(replayed) == 2
+
+
+@every_gradient
+def test_gradients_of_views(library: Library, replayed: list[Any], method: str) -> None:
+    """dout as a sum's gradient, with stride 0; and arrays whose heads and rows are exchanged."""
+    shape = 1, 4, 2, 70, 90, 64
+    for seed in range(3):
+        given = dgiven(library, shape, dtype_for(method), seed, causal=True)
+        row = library.normal((64,), dtype_for(method), 9 + seed)
+        broadcast = [library.broadcast(row, (1, 4, 70, 64))]
+        if not method.startswith("fa3"):  # which needs elements one behind the other
+            broadcast.append(library.broadcast(row[:1], (1, 4, 70, 64)))
+        swapped = {
+            name: _contiguous(library, x.swapaxes(1, 2)).swapaxes(1, 2)
+            for name, x in given.items()
+            if name != "lse"
+        }
+        for arguments in (*(given | {"dout": x} for x in broadcast), given | swapped):
+            options = {"causal": True, **backward_method(method)}
+            want = dchecked(arguments, **options)
+            replayed.clear()
+            got = backward.attention_backward(**arguments, **options)
+            assert_same(got, want, method, 90)
+            assert len(replayed) == bool(seed)
+
+
+def _contiguous(library: Library, x: Any) -> Any:
+    return x.contiguous() if library.name == "torch" else library.module.ascontiguousarray(x)
+
+
+@pytest.mark.parametrize("name", ["dout", "q", "lse"])
+def test_a_gradient_is_refused_on_a_replay_of_gradients(
+    torch: Any, replayed: list[Any], name: str
+) -> None:
+    """And taken under no_grad, where the results want none."""
+    library = Library("torch", torch)
+    given = dgiven(library, (1, 2, 2, 65, 16, 64), "float32", 0)
+    want = dchecked(given, deterministic=True)
+    backward.attention_backward(**given, deterministic=True)
+    given[name] = given[name].clone().requires_grad_()
+    with pytest.raises(TypeError, match=f"^{name}: requires grad"):
+        backward.attention_backward(**given, deterministic=True)
+    assert not replayed
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            got = backward.attention_backward(**given, deterministic=True)
+        assert_same(got, want, "fa2_backward_deterministic", 16)
+        assert not any(x.requires_grad for x in got)
+    assert len(replayed) == 2
+
+
+@every_gradient
+def test_gradients_on_streams(library: Library, replayed: list[Any], method: str) -> None:
+    """A replay waits for what its stream computes, and is waited for by what follows there."""
+    shape, options = (1, 4, 4, 70, 70, 64), backward_method(method)
+    good = dgiven(library, shape, dtype_for(method), 1, dlse=True)
+    want = dchecked(good, **options)
+    late = [dgiven(library, shape, dtype_for(method), seed, dlse=True) for seed in (2, 3)]
+    backward.attention_backward(**good, **options)
+    delay(0)  # compiled
+    library.synchronize()
+    consumed = []
+    streams = [library.stream() for _ in late]
+    for given, stream in zip(late, streams, strict=True):
+        with stream:
+            delay(arrays.numba_stream(_handle(library, stream)))
+            for name, values in good.items():
+                library.copy(given[name], values)
+            results = backward.attention_backward(**given, **options)
+            consumed.append([x + 0 for x in results])
+    library.synchronize()
+    assert len(replayed) == 2
+    for got in consumed:
+        assert_same(got, want, method, 70)
+
+
+@every_gradient
+def test_gradients_in_threads(library: Library, replayed: list[Any], method: str) -> None:
+    """Four threads, one plan; data, stream and workspaces of each its own."""
+    shape, options = (1, 2, 2, 65, 65, 64), backward_method(method)
+    calls = [dgiven(library, shape, dtype_for(method), seed) for seed in range(4)]
+    want = [dchecked(given, **options) for given in calls]
+    backward.attention_backward(**calls[0], **options)
+    library.synchronize()
+    results: list[list[Any]] = [[] for _ in calls]
+    start = threading.Barrier(len(calls))
+
+    def work(n: int) -> None:
+        start.wait()
+        with library.stream():
+            for _ in range(50):
+                results[n].append(backward.attention_backward(**calls[n], **options))
+            library.synchronize()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(replayed) == 4 * 50
+    for n, mine in enumerate(results):
+        assert len(mine) == 50
+        for got in mine:
+            assert_same(got, want[n], method, 65)
+
+
+@every_gradient
+def test_gradients_on_a_device_that_is_not_current(
+    library: Library, replayed: list[Any], method: str
+) -> None:
+    two_gpus()
+    cuda, shape, options = library.module.cuda, (1, 2, 2, 65, 65, 64), backward_method(method)
+    given = dgiven(library, shape, dtype_for(method), 0, device=1)
+    want = dchecked(given, **options)
+    for _ in range(3):
+        results = backward.attention_backward(**given, **options)
+        current = cuda.current_device() if library.name == "torch" else cuda.runtime.getDevice()
+        assert current == 0
+        assert_same(results, want, method, 65)
+    assert len(replayed) == 2
+    zero = dgiven(library, shape, dtype_for(method), 0, device=0)
+    assert_same(backward.attention_backward(**zero, **options), want, method, 65)
+    assert len(replayed) == 2  # a plan is one device's
+
+
+@every_gradient
+def test_a_graph_of_cupy_with_gradients(cp: Any, replayed: list[Any], method: str) -> None:
+    """Captured once, launched with new data in the same memory."""
+    library = Library("cupy", cp)
+    shape, options = (1, 2, 2, 65, 70, 64), backward_method(method)
+    given = dgiven(library, shape, dtype_for(method), 0, dlse=True)
+    for _ in range(2):
+        backward.attention_backward(**given, **options)
+    library.synchronize()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        backward.attention_backward(**given, **options)  # fills the pool of this stream
+        stream.synchronize()
+        stream.begin_capture()
+        results = backward.attention_backward(**given, **options)
+        graph = stream.end_capture()
+    assert len(replayed) == 3
+    for seed in (1, 2):
+        data = dgiven(library, shape, dtype_for(method), seed, dlse=True)
+        want = dchecked(data, **options)
+        library.synchronize()
+        with stream:
+            for name, values in data.items():
+                given[name][...] = values
+            for x in results:
+                x[...] = math.nan
+            graph.launch(stream)
+        stream.synchronize()
+        assert_same(results, want, method, 70)
+
+
+@every_gradient
+def test_a_graph_of_torch_with_gradients(torch: Any, replayed: list[Any], method: str) -> None:
+    library = Library("torch", torch)
+    shape, options = (1, 2, 2, 65, 70, 64), backward_method(method)
+    given = dgiven(library, shape, dtype_for(method), 0, dlse=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            backward.attention_backward(**given, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = backward.attention_backward(**given, **options)
+    assert len(replayed) == 3
+    for seed in (1, 2):
+        data = dgiven(library, shape, dtype_for(method), seed, dlse=True)
+        for name, values in data.items():
+            given[name].copy_(values)
+        for x in results:
+            x.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(results, dchecked(data, **options), method, 70)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_autograd_replays(torch: Any, replayed: list[Any], dtype: str, create_graph: bool) -> None:
+    """Both directions, from autograd's threads, with gradients recorded or not; by parameters."""
+    from fa2_numba.adapters import torch as adapter
+
+    library = Library("torch", torch)
+    seen = []
+    for _ in range(3):
+        q, k, v = (torch.nn.Parameter(x) for x in library.qkv((1, 2, 2, 65, 70, 64), dtype, 0))
+        out, lse = adapter.attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+        loss = out.sum() + lse.sum()
+        seen.append(bits(torch.autograd.grad(loss, (q, k, v), create_graph=create_graph)))
+    assert len(replayed) == 2 * 2
+    assert seen[0] == seen[1] == seen[2]
+
+
 # ---- tensor maps --------------------------------------------------------------------------------
 
 
@@ -584,3 +943,24 @@ def test_host_cost_with_tensor_maps(library: Library, replayed: list[Any]) -> No
     microseconds = statistics.median(times) / 1e3
     print(f"{library.name}, fa3: {microseconds:.1f} us a call")
     assert len(replayed) == 2009 and microseconds < 40
+
+
+@pytest.mark.alone
+@every_gradient
+def test_host_cost_of_gradients(library: Library, replayed: list[Any], method: str) -> None:
+    """As `test_host_cost`: 2 to 4 launches; the limit leaves room for slow processors."""
+    options = backward_method(method)
+    given = dgiven(library, (1, 1, 1, 16, 16, 64), dtype_for(method), 0)
+    for _ in range(10):
+        backward.attention_backward(**given, **options)
+    library.synchronize()
+    times = []
+    for n in range(2000):
+        begin = time.perf_counter_ns()
+        backward.attention_backward(**given, **options)
+        times.append(time.perf_counter_ns() - begin)
+        if n % 100 == 99:
+            library.synchronize()
+    microseconds = statistics.median(times) / 1e3
+    print(f"{library.name}, {method}: {microseconds:.1f} us a call")
+    assert len(replayed) == 2009 and microseconds < 100

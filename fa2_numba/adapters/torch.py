@@ -251,7 +251,9 @@ def attention_backward(
     method: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by q, k and v. `method` is the forward pass's."""
+    """Gradients by q, k and v. `method` is the forward pass's; for "fa3" it is "auto"."""
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()  # a sum's gradient has stride 0: nothing would move it at once
     dq, dk, dv = backward.attention_backward(
         *map(_array, (dout, q, k, v, out, lse)),
         causal=causal,
@@ -260,7 +262,8 @@ def attention_backward(
         softcap=softcap,
         alibi_slopes=_array(alibi_slopes),
         scale=scale,
-        method=method if f"{method}_backward" in backward.METHODS_BACKWARD else "auto",
+        # Not every dout is what fa3 takes, and whoever asked for it forward has no say in that.
+        method="auto" if method == "fa3" else method,
         dlse=_array(dlse),
         deterministic=deterministic,
     )

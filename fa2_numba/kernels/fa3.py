@@ -36,6 +36,7 @@ from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
     NEG_INF,
     ONE,
+    SECTION,
     THREADS,
     ZERO,
     first_row,
@@ -472,12 +473,6 @@ def build(
                     n = u32(n + u32(1))
 
     return hbm.jit(fa3, "fa3", threads), shared_bytes
-
-
-# Heads whose row tiles go by length together. 66 of them share out evenly over 132 SMs wherever
-# the length of a row tile depends on i, and their K and V are few enough for L2 where they are
-# short (docs/decisions/0017-row-tiles.md).
-SECTION = 66
 
 
 def launch(problem: Problem, A: Operands) -> None:

@@ -17,11 +17,12 @@ from fa2_numba.formats import FORMATS
 from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem
 from fa2_numba.softmax import row_reductions
-from fa2_numba.tiling import Tiling, ceil_div, vector_width
+from fa2_numba.tiling import BOX_COLUMNS, Tiling, ceil_div, vector_width
 
 WARP = 32
 ROWSUM_WARPS = 4  # rows of a block
-ADDING = ("fa1_backward", "fa2_backward")  # methods that add to dQ
+HOPPER = ("fa3_backward", "fa3_backward_deterministic")
+ADDING = ("fa1_backward", "fa2_backward")  # methods that add to dQ, row by row
 
 
 @cache.built
@@ -64,6 +65,55 @@ def build_rowsum(d: int, dtype: str, width: int) -> Any:
             D[b, h, row] = total
 
     return hbm.jit(rowsum, "backward_rowsum")
+
+
+@cache.built
+def build_prepare(tiling: Tiling, d: int, dtype: str, width: int, clears: bool) -> Any:
+    """Kernel ``prepare(dO, O, dL, D, dQ_acc)``, for fa3: D, and with `clears` dQ_acc = 0.
+
+    A block a row tile, four lanes a row; `width` elements of dO and O at once. dL may be None.
+    """
+    fmt = FORMATS[dtype]
+    storage, to_acc = fmt.storage, fmt.to_acc
+    B_r, C = tiling.B_r, vector_width(dtype)  # neighbours of a lane
+    threads, steps = 4 * B_r, ceil_div(d, 4 * C)
+    held = steps * C
+    ZERO = np.float32(0)
+    tile = B_r * ceil_div(d, BOX_COLUMNS) * BOX_COLUMNS
+    load, store = hbm.vector_load(width), hbm.vector_store(4)
+    _, row_sum = row_reductions(4)
+
+    def prepare(dO, O, dL, D, dQ_acc):
+        H, N_q = O.shape[1], O.shape[2]
+        T_r = (N_q + B_r - 1) // B_r
+        block, tid = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
+        i, h, b = block % T_r, block // T_r % H, block // (T_r * H)
+        row, lane = i * B_r + tid // 4, tid % 4
+        if clears:
+            zeros = cuda.local.array(4, np.float32)
+            for c in range(4):
+                zeros[c] = ZERO
+            for n in range(tile // (4 * threads)):
+                store(dQ_acc, (b, h, i, 4 * (tid + n * threads)), zeros, 0)
+        x, y = cuda.local.array(held, storage), cuda.local.array(held, storage)
+        for t in range(steps):
+            for c in range(0, C, width):
+                col = C * (4 * t + lane) + c
+                for n in range(width):
+                    x[C * t + c + n], y[C * t + c + n] = 0, 0
+                if row < N_q and col < d:
+                    load(dO, (b, h, row, col), x, C * t + c)
+                    load(O, (b, h, row, col), y, C * t + c)
+        total = ZERO
+        for n in range(held):
+            total += to_acc(x[n]) * to_acc(y[n])
+        total = row_sum(total)
+        if row < N_q and lane == 0:
+            if dL is not None:
+                total -= dL[b, h, row]
+            D[b, h, row] = total
+
+    return hbm.jit(prepare, "fa3_backward_prepare", threads)
 
 
 @cache.built
@@ -125,7 +175,22 @@ def build_finish(tiling: Tiling, d: int, dtype: str, width: int) -> Any:
 def before(problem: Problem, A: Operands) -> None:
     """D, where the method takes it from memory, and dQ = 0, where it adds to dQ."""
     p, t = problem, problem.tiling
-    if p.method != "fa1_backward":
+    if p.method in HOPPER:
+        A.workspace("D")
+        if p.adds_dQ:
+            A.workspace("dQ_acc")
+        A.run(
+            build_prepare(t, p.d, p.dtype, p.d_width, p.adds_dQ),
+            t.T_r(p.N_q) * p.H * p.B,
+            4 * t.B_r,
+            0,
+            A.array("dO", "D = rowsum(dO o O)"),
+            A.array("O", "D = rowsum(dO o O)"),
+            A.array("dL", "D = rowsum(dO o O)") if p.dlse else None,
+            A.array("D", "D = rowsum(dO o O)"),
+            A.array("dQ_acc", "dQ = 0") if p.adds_dQ else None,
+        )
+    elif p.method != "fa1_backward":
         A.workspace("D")
         A.run(
             build_rowsum(p.d, p.dtype, p.d_width),

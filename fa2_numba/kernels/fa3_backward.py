@@ -1,0 +1,634 @@
+"""FlashAttention-3, backward, on Hopper's tensor cores, for d up to 128.
+
+FlashAttention-2's Algorithm 2 (Dao 2023, arXiv:2307.08691) in the manner of Shah et al. (2024),
+arXiv:2407.08608: copies, products and exponentials side by side.
+
+Grid       a block for each key tile j of each key/value head of each batch, which goes through the
+           query heads that read the tile and the row tiles i that see its keys.
+HBM        reads K_j and V_j once, Q_i and dO_i for each step, in boxes that the hardware copies,
+           and L_i and D_i; adds dQ_i to what is there, a tile at a time; writes dK_j and dV_j once.
+           Rows that are not finite are computed again at the end, pair by pair, so that a masked
+           NaN does not reach them.
+Shared     K_j, V_j (B_c x d); rings of Q_i, dO_i (B_r x d), L_i, D_i, dS_ij and of dQ_i (fp32); the
+           barriers that say which are there.
+Registers  a consumer's thread: its parts of 64 keys' S^T, dP^T, P^T and dS^T (16 bits), dK_j, dV_j,
+           and of dQ_i.
+
+The first warpgroup only loads: the producer. Each of the other two, the consumers, has 64 of the
+keys. So S^T = K_j Q_i^T and dP^T = V_j dO_i^T have keys in rows, and P^T and dS^T are what
+dV_j += P^T dO_i and dK_j += dS^T Q_i take from registers. dQ_i = dS K_j adds up over the keys of
+both consumers: it takes dS_ij from shared memory, a step later, when both have put theirs there;
+each of them computes half of its columns. In a step, the exponentials run beside dP^T, and dS
+beside dV_j.
+
+The deterministic form adds nothing to memory: dQ is left to `fa3_gradients`.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, uint32
+
+from fa2_numba import cache, hbm, ptx
+from fa2_numba.formats import FORMATS, LOG2_E
+from fa2_numba.launch import Operands
+from fa2_numba.masking import FULL, UNCHANGED, tile_functions
+from fa2_numba.problem import Problem
+from fa2_numba.smem import shared_tile
+from fa2_numba.tile import u32
+from fa2_numba.tiling import BOX_COLUMNS, HOPPER_INFO, Tiling
+from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
+from fa2_numba.warpgroup import (
+    NEG_INF,
+    ONE,
+    SECTION,
+    THREADS,
+    ZERO,
+    clearer,
+    first_row,
+    gradient_recomputer,
+    hidden_finder,
+    row_tiles_seeing,
+    score_gradients,
+    score_packer,
+    tile_of_block,
+    tile_writer,
+    transposed_storer,
+    zero_times,
+)
+
+CONSUMERS = 2
+# Registers of a thread, by how many boxes of 64 columns d takes. A consumer waits for its own until
+# the producer has given back enough: together they may have 168 for each thread of the block.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = {1: 88, 2: 40}, {1: 208, 2: 232}
+# What the producer tells the consumers of a step.
+ROW_TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
+LAST = -1  # as ROW_TILE: there is no further step
+
+
+@cache.built
+def build(
+    tiling: Tiling, d: int, dtype: str, rule: Any, change: Any, store_width: int, adds_dQ: bool
+) -> tuple[Any, int]:
+    """The kernel for one head dimension, dtype, mask rule and score change.
+
+    Parameters
+    ----------
+    tiling : Tiling
+        B_r is 64, B_c 128.
+    d : int
+        Head dimension, 1..128.
+    dtype : str
+        "fp16" or "bf16".
+    rule, change
+        Compiled part of a `masking.Mask` and a `masking.Score`.
+    store_width : int
+        Elements per store of dK and dV: 8, or 1 where an address or stride is not aligned.
+    adds_dQ : bool
+        Whether it computes dQ.
+
+    Returns
+    -------
+    kernel : dispatcher
+        ``fa3_backward(Q_boxes, K_boxes, V_boxes, dO_boxes, Q, K, V, dO, L, D, dQ_acc, dK, dV,
+        section_heads, scale, range_args, mask_args, score_args)``.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    B_r, B_c = tiling.B_r, tiling.B_c
+    threads = THREADS * (1 + CONSUMERS)
+    boxes, width = -(-d // BOX_COLUMNS), -(-d // 16) * 16  # of a row of d; d as products take it
+    row_box, key_box = B_r * ptx.ROW_BYTES, B_c * ptx.ROW_BYTES
+    dQ_columns = boxes * BOX_COLUMNS // CONSUMERS  # of dQ_i that a consumer computes
+    in_S, in_P, in_dK, in_dQ = B_r // 2, B_r // 4, width // 2, dQ_columns // 2  # of a thread
+    words = -(-B_r // 64)  # a bit for each score of a thread
+    of_lane = B_r // 32  # rows whose L and D a lane moves
+    fmt = FORMATS[dtype]
+    held = PRODUCER_REGISTERS[boxes] + CONSUMERS * CONSUMER_REGISTERS[boxes]
+    assert held <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), "a block would wait for ever"
+    # With one box, registers suffice to have dP^T beside dQ, and dK_j beside the next S^T.
+    roomy = boxes == 1
+
+    rings, shared_bytes = tiling.hopper_backward_layout(d)
+    stages = rings["Q"].places
+
+    def ring(name):
+        start, size, places = rings[name]
+
+        @hbm.device
+        def place(n):
+            return ptx.smem_address(u32(start) + n % u32(places) * u32(size))
+
+        return place
+
+    k_at, v_at, q_at, do_at, ds_at, dq_at = (ring(n) for n in ("K", "V", "Q", "dO", "dS", "dQ"))
+    kv_full = ring("K, V full")
+    q_full, q_empty = ring("Q full"), ring("Q empty")
+    do_full, do_empty = ring("dO full"), ring("dO empty")
+    l_at, l_tile = ring("L, D"), shared_tile(2 * stages, B_r, np.float32, rings["L, D"].start)
+    infos = HOPPER_INFO // (4 * FIELDS)
+    # A step reads its own and those of two steps before, when the producer may be `stages` ahead.
+    assert infos > stages + 2
+    info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
+
+    steps_of_d = ptx.k_major_steps(width, key_box), ptx.k_major_steps(width, row_box)
+    multiply_S = ptx.wgmma_mma_async(B_r, dtype, *steps_of_d)
+    multiply_dK = ptx.wgmma_mma_async(
+        width,
+        dtype,
+        tuple(range(0, in_P, 4)),
+        ptx.mn_major_steps(B_r),
+        a_in_registers=True,
+        transpose_b=True,
+    )
+    multiply_dQ = ptx.wgmma_mma_async(
+        dQ_columns,
+        dtype,
+        ptx.k_major_steps(B_c, row_box),
+        ptx.mn_major_steps(B_c),
+        transpose_b=True,
+    )
+    fence_S, fence_dQ = ptx.wgmma_fence(in_S), ptx.wgmma_fence(in_dQ)
+    fence_dK = ptx.wgmma_fence(in_dK, in_P)
+    early = int(roomy)  # products pending beside those waited for
+    wait_first_S, wait_first_dP = (ptx.wgmma_wait_group(1, in_S) for _ in range(2))
+    wait_dQ = ptx.wgmma_wait_group(early, in_dQ, in_S)
+    wait_dP = ptx.wgmma_wait_group(1, in_S, in_S)
+    wait_scores = ptx.wgmma_wait_group(0, in_S, in_S)
+    wait_dV = wait_dK = ptx.wgmma_wait_group(1, in_P)
+    wait_products = ptx.wgmma_wait_group(0, in_dK, in_dK, in_P, in_P)
+    wait_last_dQ = ptx.wgmma_wait_group(0, in_dQ)
+    wait_read = ptx.cp_async_bulk_wait_group_read(0)
+    give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS[boxes])
+    take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[boxes])
+
+    _, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
+    prepare, _ = change.functions(hbm.device, np.float32)
+    elementwise, plain = rule.elementwise, change is UNCHANGED
+    seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
+    find_hidden = hidden_finder(B_r, rule, keys_in_rows=True)
+    make_P, make_dS, make_both = score_gradients(B_r, True, change)
+    pack, hide = score_packer(B_r, dtype)
+    store_dS, zero_of = transposed_storer(B_r), zero_times(width)
+    write = tile_writer(d, width, dtype, store_width)
+    clear_S, clear_dQ, clear_dK = clearer(in_S), clearer(in_dQ), clearer(in_dK)
+    load_rows, load_keys = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (B_r, B_c))
+    recompute_dK, recompute_dV = (
+        gradient_recomputer(gradient, d, rule, change, fmt) for gradient in ("dK", "dV")
+    )
+
+    @hbm.device
+    def is_partial(mask_args, b, h, i, j, full_begin, full_end, N_q, N_k):
+        """Whether some row of the tile does not see some key of it."""
+        outside = i < full_begin or i >= full_end
+        if elementwise:
+            return outside or tile_kind(mask_args, b, h, i, j, 0, N_k, N_q, N_k) != FULL
+        return outside
+
+    # ---- products -------------------------------------------------------------------------------
+
+    @hbm.device
+    def across(address):
+        """Descriptor of a matrix whose rows are rows of boxes."""
+        return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def along_rows(address):
+        """Descriptor of a Q_i or dO_i, where products add up over the query rows."""
+        return ptx.matrix_descriptor(address, row_box, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def along_keys(address):
+        """Descriptor of K_j, where products add up over the keys."""
+        return ptx.matrix_descriptor(address, key_box, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def start_S(S, me, step):
+        mine = me * u32(ROWS * ptx.ROW_BYTES)  # my 64 keys in each box
+        clear_S(S)
+        fence_S(S)
+        multiply_S(S, across(k_at(u32(0)) + mine), across(q_at(step)), 0)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_dP(dP, me, step):
+        mine = me * u32(ROWS * ptx.ROW_BYTES)
+        clear_S(dP)
+        fence_S(dP)
+        multiply_S(dP, across(v_at(u32(0)) + mine), across(do_at(step)), 0)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_dV(dV, P, step):
+        fence_dK(dV, P)
+        multiply_dK(dV, P, 0, along_rows(do_at(step)), 1)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_dK(dK, dS, step):
+        fence_dK(dK, dS)
+        multiply_dK(dK, dS, 0, along_rows(q_at(step)), 1)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_dQ(dQ_acc, dQ, me, step, info, thread):
+        """dQ of a step, half of its columns, when both consumers are there; send the one before."""
+        first = thread == u32(THREADS)
+        if first:
+            wait_read()  # of the dQ sent last: its place is free
+        ptx.bar_sync(1, CONSUMERS * THREADS)  # dS_ij is complete, and what was put of the last dQ
+        if first and step > u32(0):
+            send_dQ(dQ_acc, info, step)
+        mine = me * u32(key_box if boxes == 2 else 2 * dQ_columns)  # my columns of K_j
+        clear_dQ(dQ)
+        fence_dQ(dQ)
+        multiply_dQ(dQ, across(ds_at(step)), along_keys(k_at(u32(0)) + mine), 0)
+        ptx.wgmma_commit_group()
+
+    # ---- dQ to memory ---------------------------------------------------------------------------
+
+    @hbm.device
+    def put_dQ(dQ, step, thread):
+        """My part of dQ to its place in shared memory, in the order of the registers."""
+        of_two = u32(thread - u32(THREADS))
+        warp, lane = of_two // u32(32), of_two % u32(32)
+        place = u32(dq_at(step) + warp * u32(128 * in_dQ) + lane * u32(16))
+        for n in range(0, in_dQ, 4):
+            at = u32(place + u32(128 * n))
+            ptx.st_shared_v4_f32(at, dQ[n], dQ[n + 1], dQ[n + 2], dQ[n + 3])
+
+    @hbm.device
+    def send_dQ(dQ_acc, info, step):
+        """Add the dQ that was put in a step, that of the step before, to memory."""
+        at = u32(step - u32(1)) % u32(infos)
+        b, h, i = info[at, BATCH], info[at, HEAD], info[at, ROW_TILE]
+        index = (np.int64(b), np.int64(h), np.int64(i), np.int64(0))
+        hbm.bulk_add(dQ_acc, index, dq_at(step), CONSUMERS * THREADS * in_dQ)
+
+    # ---- scores ---------------------------------------------------------------------------------
+
+    @hbm.device
+    def prepare_mask(hidden, mask_args, info, step, key, column, N_q, N_k):
+        """Which of my scores are masked; none, if hidden[0] is 0."""
+        at = step % u32(infos)
+        hidden[0] = u32(0)
+        if info[at, PARTIAL]:
+            row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column)
+            b, h = info[at, BATCH], info[at, HEAD]
+            find_hidden(hidden, mask_args, b, h, row, np.int64(key), N_q, N_k)
+
+    @hbm.device
+    def round_scores(X, packed, hidden):
+        pack(X, packed)
+        if ptx.mov_b32(np.int32(hidden[0])):
+            hide(packed, hidden)
+
+    @hbm.device
+    def L_of(step, column):
+        return u32(l_at(step) + column * u32(4))
+
+    @hbm.device
+    def D_of(step, column):
+        return u32(l_at(step) + column * u32(4) + u32(4 * B_r))
+
+    @hbm.device
+    def change_both(S, dP, scale, score_args, info, step, key, column, N_q, N_k):
+        """P and dS of scores that change."""
+        at = step % u32(infos)
+        state = prepare(score_args, info[at, BATCH], info[at, HEAD])
+        row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column)
+        i = row + N_k - N_q
+        make_both(S, dP, L_of(step, column), D_of(step, column), scale, state, i, np.int64(key))
+
+    @hbm.device
+    def keep_dS(dS, me, step, thread):
+        if adds_dQ:
+            store_dS(dS, u32(ds_at(step) + me * u32(row_box)), thread)
+
+    @hbm.device
+    def wait_dO(step):
+        ptx.mbarrier_try_wait_parity(do_full(step), step // u32(stages) & u32(1))
+
+    @hbm.device
+    def release(leader, step):
+        """dV and dK of a step are complete: Q_i, dO_i, L_i and D_i may be replaced."""
+        if leader:
+            ptx.mbarrier_arrive(do_empty(step))
+            ptx.mbarrier_arrive(q_empty(step))
+
+    # ---- the kernel -----------------------------------------------------------------------------
+
+    def fa3_backward(
+        Q_boxes, K_boxes, V_boxes, dO_boxes, Q, K, V, dO, L, D, dQ_acc, dK_out, dV_out,
+        section_heads, scale,
+        range_args, mask_args, score_args,
+    ):  # fmt: skip
+        H_k, N_q, N_k = u32(K.shape[1]), Q.shape[2], K.shape[2]
+        group_size = np.int32(u32(Q.shape[1]) // H_k)
+        T_c = u32((N_k + B_c - 1) // B_c)
+        # First keys first: under a causal mask most rows see them.
+        tile, head = tile_of_block(
+            u32(cuda.blockIdx.x), T_c, u32(H_k * u32(K.shape[0])), u32(section_heads)
+        )
+        j, h_k, b = np.int32(tile), np.int32(head % H_k), np.int32(head // H_k)
+        thread = u32(cuda.threadIdx.x)
+        group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+
+        if thread == u32(0):
+            ptx.mbarrier_init(kv_full(u32(0)), 1)
+            ptx.mbarrier_init(kv_full(u32(1)), 1)
+            for stage in range(stages):
+                ptx.mbarrier_init(q_full(u32(stage)), 2)  # Q_i; L_i, D_i and the information
+                ptx.mbarrier_init(do_full(u32(stage)), 1)
+                ptx.mbarrier_init(q_empty(u32(stage)), CONSUMERS)
+                ptx.mbarrier_init(do_empty(u32(stage)), CONSUMERS)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # all see the barriers
+
+        if group == u32(0):
+            give_back_registers()
+            warp, lane = thread // u32(32), u32(cuda.laneid)
+            step = u32(0)
+            if warp < u32(2):  # one copies K_j and every Q_i, one V_j and every dO_i
+                elected = ptx.elect_sync()
+                if elected:
+                    hbm.use_boxes(Q_boxes)
+                    hbm.use_boxes(K_boxes)
+                    hbm.use_boxes(V_boxes)
+                    hbm.use_boxes(dO_boxes)
+                    key = np.int32(j * np.int32(B_c))
+                    ptx.mbarrier_arrive_expect_tx(kv_full(warp), boxes * key_box)
+                    if warp == u32(0):
+                        load_keys(K_boxes, k_at(u32(0)), kv_full(u32(0)), key, h_k, b)
+                    else:
+                        load_keys(V_boxes, v_at(u32(0)), kv_full(u32(1)), key, h_k, b)
+                for g in range(group_size):
+                    h = np.int32(h_k * group_size + np.int32(g))
+                    i, end = seeing(range_args, b, h, j, N_q, N_k)
+                    while i < end:
+                        if elected:
+                            row = np.int32(i * np.int32(B_r))
+                            phase = step // u32(stages) & u32(1) ^ u32(1)
+                            if warp == u32(0):
+                                ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                                ptx.mbarrier_arrive_expect_tx(q_full(step), boxes * row_box)
+                                load_rows(Q_boxes, q_at(step), q_full(step), row, h, b)
+                            else:
+                                ptx.mbarrier_try_wait_parity(do_empty(step), phase)
+                                ptx.mbarrier_arrive_expect_tx(do_full(step), boxes * row_box)
+                                load_rows(dO_boxes, do_at(step), do_full(step), row, h, b)
+                        step = u32(step + u32(1))
+                        i = np.int32(i + np.int32(1))
+            elif warp == u32(2):  # L_i and D_i, and what the consumers have to know
+                L_D, info = l_tile(None), info_tile(None)
+                l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
+                for g in range(group_size):
+                    h = np.int32(h_k * group_size + np.int32(g))
+                    i, end = seeing(range_args, b, h, j, N_q, N_k)
+                    full_begin, full_end = seeing_all(range_args, b, h, j, N_q, N_k)
+                    while i < end:
+                        for k in range(of_lane):
+                            row = np.int64(i) * B_r + np.int64(lane) + 32 * k
+                            l[k], D_i[k] = NEG_INF, ZERO
+                            if row < N_q:
+                                l[k], D_i[k] = L[b, h, row], D[b, h, row]
+                        phase = step // u32(stages) & u32(1) ^ u32(1)
+                        ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                        place = u32(step % u32(stages) * u32(2))
+                        for k in range(of_lane):
+                            # Rows that see no key, and those past the last, have P = 0.
+                            log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
+                            L_D[place, lane + u32(32 * k)] = log_2
+                            L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+                        if lane == u32(0):
+                            at = step % u32(infos)
+                            info[at, ROW_TILE], info[at, HEAD], info[at, BATCH] = i, h, b
+                            info[at, PARTIAL] = np.int32(
+                                is_partial(mask_args, b, h, i, j, full_begin, full_end, N_q, N_k)
+                            )
+                        cuda.syncwarp()
+                        if lane == u32(0):
+                            ptx.mbarrier_arrive(q_full(step))
+                        step = u32(step + u32(1))
+                        i = np.int32(i + np.int32(1))
+                if lane == u32(0):
+                    phase = step // u32(stages) & u32(1) ^ u32(1)
+                    ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                    info[step % u32(infos), ROW_TILE] = np.int32(LAST)
+                    ptx.mbarrier_arrive(q_full(step))
+                    ptx.mbarrier_arrive(q_full(step))
+        else:
+            take_registers()
+            S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
+            P, dS = cuda.local.array(in_P, uint32), cuda.local.array(in_P, uint32)
+            dQ = cuda.local.array(in_dQ, float32)
+            dK, dV = cuda.local.array(in_dK, float32), cuda.local.array(in_dK, float32)
+            hidden = cuda.local.array(words, uint32)
+            clear_dK(dK)
+            clear_dK(dV)
+            me = u32(group - u32(1))
+            leader = thread % u32(THREADS) == u32(0)
+            my_key = np.int32(np.int32(j * np.int32(B_c)) + np.int32(me * u32(ROWS)))
+            my_key = np.int32(my_key + np.int32(first_row(thread)))
+            my_column = u32(2) * (thread % u32(4))
+            c = scale * LOG2_E
+            info = info_tile(None)
+            step = u32(0)
+
+            ptx.mbarrier_try_wait_parity(q_full(step), 0)
+            if info[step, ROW_TILE] != np.int32(LAST):
+                # The first step has no dQ beside it.
+                ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
+                ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
+                start_S(S, me, step)
+                wait_dO(step)
+                start_dP(dP, me, step)
+                prepare_mask(hidden, mask_args, info, step, my_key, my_column, N_q, N_k)
+                if plain:
+                    wait_first_S(S)
+                    make_P(S, L_of(step, my_column), c)
+                else:
+                    wait_scores(S, dP)
+                    change_both(S, dP, scale, score_args, info, step, my_key, my_column, N_q, N_k)
+                round_scores(S, P, hidden)
+                start_dV(dV, P, step)
+                if plain:
+                    wait_first_dP(dP)
+                    make_dS(S, dP, D_of(step, my_column))
+                round_scores(dP, dS, hidden)
+                keep_dS(dS, me, step, thread)
+                start_dK(dK, dS, step)
+                if adds_dQ:
+                    ptx.fence_proxy_async()  # products see dS_ij
+                if roomy:
+                    wait_dV(P)
+                else:
+                    wait_products(dK, dV, P, dS)
+                    release(leader, step)
+
+                while True:
+                    last = step
+                    step = u32(step + u32(1))
+                    ptx.mbarrier_try_wait_parity(q_full(step), step // u32(stages) & u32(1))
+                    if info[step % u32(infos), ROW_TILE] == np.int32(LAST):
+                        break
+                    start_S(S, me, step)
+                    if roomy:
+                        wait_dK(dS)
+                        release(leader, last)
+                    if adds_dQ:
+                        start_dQ(dQ_acc, dQ, me, last, info, thread)
+                    if roomy:
+                        wait_dO(step)
+                        start_dP(dP, me, step)
+                    prepare_mask(hidden, mask_args, info, step, my_key, my_column, N_q, N_k)
+                    if adds_dQ:
+                        wait_dQ(dQ, S)
+                        put_dQ(dQ, step, thread)
+                    if not roomy:
+                        wait_dO(step)  # not before dQ has left its registers: dP takes them
+                        start_dP(dP, me, step)
+                    if plain:
+                        if not adds_dQ:
+                            wait_first_S(S)
+                        make_P(S, L_of(step, my_column), c)
+                    else:
+                        wait_scores(S, dP)
+                        change_both(
+                            S, dP, scale, score_args, info, step, my_key, my_column, N_q, N_k
+                        )
+                    round_scores(S, P, hidden)
+                    start_dV(dV, P, step)
+                    if plain:
+                        # ptxas would wait first of all. A branch on what came so far keeps it here.
+                        ptx.trap_if_negative(S[0] + S[in_S - 1])
+                        wait_dP(dP, S)
+                        make_dS(S, dP, D_of(step, my_column))
+                    round_scores(dP, dS, hidden)
+                    keep_dS(dS, me, step, thread)
+                    start_dK(dK, dS, step)
+                    if adds_dQ:
+                        ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
+                    if roomy:
+                        wait_dV(P)
+                    else:
+                        wait_products(dK, dV, P, dS)
+                        release(leader, step)
+
+                # The last dQ has no S beside it.
+                if roomy:
+                    wait_products(dK, dV, P, dS)
+                if adds_dQ:
+                    start_dQ(dQ_acc, dQ, me, last, info, thread)
+                    wait_last_dQ(dQ)
+                    put_dQ(dQ, step, thread)
+                    ptx.fence_proxy_async()
+                    ptx.bar_sync(1, CONSUMERS * THREADS)  # all parts of it are there
+                    if thread == u32(THREADS):
+                        send_dQ(dQ_acc, info, step)
+                        wait_read()
+
+            batch, head, key = np.int64(b), np.int64(h_k), np.int64(my_key)
+            write(dK_out, dK, scale, scale, batch, head, key, N_k, 0)
+            write(dV_out, dV, ONE, ONE, batch, head, key, N_k, 0)
+            if ptx.vote_any(zero_of(dK) + zero_of(dV) != ZERO):
+                cuda.syncwarp()  # all its lanes see the warp's stores
+                dK_again, dV_again = hbm.phase(dK_out, 1), hbm.phase(dV_out, 1)
+                first = key - np.int64(cuda.laneid) // 4
+                recompute_dK(
+                    Q, K, V, dO, hbm.phase(L, 1), hbm.phase(D, 1), dK_again, scale, mask_args,
+                    score_args, batch, head, group_size, first, N_q, N_k,
+                )  # fmt: skip
+                recompute_dV(
+                    Q, K, V, dO, hbm.phase(L, 1), hbm.phase(D, 1), dV_again, scale, mask_args,
+                    score_args, batch, head, group_size, first, N_q, N_k,
+                )  # fmt: skip
+
+    return hbm.jit(fa3_backward, "fa3_backward", threads), shared_bytes
+
+
+@cache.built
+def build_finish(
+    tiling: Tiling, d: int, dtype: str, rule: Any, change: Any, store_width: int
+) -> Any:
+    """Kernel ``finish(dQ_acc, Q, K, V, dO, L, D, dQ, scale, mask_args, score_args)``.
+
+    dQ in its own dtype, a block a row tile, each thread from the accumulators of its place in the
+    kernel that added them.
+    """
+    boxes = -(-d // BOX_COLUMNS)
+    columns = boxes * BOX_COLUMNS // CONSUMERS
+    in_dQ, threads = columns // 2, CONSUMERS * THREADS
+    load, write = hbm.vector_load(4), tile_writer(d, columns, dtype, store_width)
+    zero_of = zero_times(columns)
+    recompute = gradient_recomputer("dQ", d, rule, change, FORMATS[dtype])
+
+    def finish(dQ_acc, Q, K, V, dO, L, D, dQ, scale, mask_args, score_args):
+        H, T_r, N_q, N_k = dQ_acc.shape[1], dQ_acc.shape[2], dQ.shape[2], K.shape[2]
+        group_size = H // K.shape[1]
+        block, thread = np.int64(cuda.blockIdx.x), u32(cuda.threadIdx.x)
+        i, h, b = block % T_r, block // T_r % H, block // (T_r * H)
+        warp, lane = thread // u32(32), thread % u32(32)
+        acc = cuda.local.array(in_dQ, float32)
+        for n in range(0, in_dQ, 4):
+            place = np.int64(warp * u32(32 * in_dQ) + lane * u32(4) + u32(32 * n))
+            load(dQ_acc, (b, h, i, place), acc, n)
+        row = i * ROWS + np.int64(first_row(thread))
+        first_column = np.int64(thread // u32(THREADS)) * columns
+        write(dQ, acc, scale, scale, b, h, row, N_q, first_column)
+        leaked = cuda.syncthreads_or(np.int32(zero_of(acc) != ZERO))  # all of the rows is stored
+        if leaked and thread < u32(THREADS):
+            recompute(
+                Q, K, V, dO, L, D, hbm.phase(dQ, 1), scale, mask_args, score_args, b, h, group_size,
+                row - np.int64(lane) // 4, N_q, N_k,
+            )  # fmt: skip
+
+    return hbm.jit(finish, "fa3_backward_finish", threads)
+
+
+def launch(problem: Problem, A: Operands) -> None:
+    """Run FlashAttention-3's backward pass on the operands `A` of `problem`, for d up to 128."""
+    p, t = problem, problem.tiling
+    adds_dQ = p.adds_dQ
+    rule, change, width = p.mask.rule, p.score.change, p.fa3_gradient_width
+    kernel, shared_bytes = build(t, p.d, p.dtype, rule, change, width, adds_dQ)
+    again = "recompute"
+    inner, outer = "load Q_i, dO_i", "load K_j, V_j"
+    row_box, key_box = (1, 1, t.B_r, BOX_COLUMNS), (1, 1, t.B_c, BOX_COLUMNS)
+    whole = [A.array(name, again) for name in ("Q", "K", "V", "dO")]
+    A.run(
+        kernel,
+        t.T_c(p.N_k) * p.H_k * p.B,
+        THREADS + t.threads,
+        shared_bytes,
+        A.boxes("Q", row_box, inner),
+        A.boxes("K", key_box, outer),
+        A.boxes("V", key_box, outer),
+        A.boxes("dO", row_box, inner),
+        *whole,
+        A.array("L", inner, again),
+        A.array("D", inner, again),
+        A.array("dQ_acc", "dQ_i += dS_ij K_j") if adds_dQ else None,
+        A.array("dK", "epilogue", again),
+        A.array("dV", "epilogue", again),
+        min(SECTION, p.H_k * p.B) if rule.bounded else 1,
+        A.scale,
+        A.mask_args("tile range"),
+        A.mask_args("mask"),
+        A.score_args("score"),
+    )
+    if adds_dQ:
+        A.run(
+            build_finish(t, p.d, p.dtype, rule, change, width),
+            t.T_r(p.N_q) * p.H * p.B,
+            t.threads,
+            0,
+            A.array("dQ_acc", "finish"),
+            *whole,
+            A.array("L", again),
+            A.array("D", again),
+            A.array("dQ", "finish", again),
+            A.scale,
+            A.mask_args("mask"),
+            A.score_args("score"),
+        )

@@ -1,0 +1,536 @@
+"""FlashAttention-3, backward, one gradient a kernel: any d up to 256, the same bits each time.
+
+Where dK_j and dV_j, or they and dQ_i, do not fit the registers together (d above 128), and where
+dQ must not be added up by chance, each gradient has a kernel of its own, which computes the scores
+again. It adds up in registers what it stores at the end: no exchange between warpgroups, nothing
+added to memory.
+
+Grid       a block for 128 rows of the gradient, of each head of it, of each batch.
+HBM        reads what stays, X_i and Z_i, once, and what goes by, Y_j and W_j, for each step, in
+           boxes that the hardware copies, and L and D; writes the gradient once. Rows that are not
+           finite are computed again at the end, pair by pair.
+Shared     X, Z (128 x d); rings of Y, W (B_m x d), of L, D; the barriers that say which are there.
+Registers  a consumer's thread: its parts of 64 rows' scores, of dP, of P or dS (16 bits), and of
+           the gradient (acc).
+
+              X    Z     Y    W
+    dQ_i     Q_i  dO_i  K_j  V_j    acc += dS Y
+    dK_j     K_j  V_j   Q_i  dO_i   acc += dS^T Y
+    dV_j     K_j   -    Q_i  dO_i   acc += P^T W
+
+The first warpgroup only loads: the producer. Each of the other two, the consumers, has 64 of the
+rows. In a step, S = X Y^T runs beside the last product of the step before, and the exponentials
+beside that product and, where registers suffice, dP = Z W^T.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, uint32
+
+from fa2_numba import cache, hbm, ptx
+from fa2_numba.formats import FORMATS, LOG2_E
+from fa2_numba.launch import Operands
+from fa2_numba.masking import FULL, UNCHANGED, tile_functions
+from fa2_numba.problem import Problem
+from fa2_numba.smem import shared_tile
+from fa2_numba.tile import u32
+from fa2_numba.tiling import (
+    BOX_COLUMNS,
+    CONSUMER_REGISTERS,
+    GRADIENT_ROWS,
+    HOPPER_INFO,
+    gradient_layout,
+)
+from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
+from fa2_numba.warpgroup import (
+    NEG_INF,
+    ONE,
+    SECTION,
+    THREADS,
+    ZERO,
+    clearer,
+    first_row,
+    gradient_recomputer,
+    hidden_finder,
+    row_tiles_seeing,
+    score_gradients,
+    score_packer,
+    tile_of_block,
+    tile_writer,
+    zero_times,
+)
+
+CONSUMERS = 2
+STAYING = CONSUMERS * ROWS  # rows of X and Z
+PRODUCER_REGISTERS = 40
+# What the producer tells the consumers of a step.
+TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
+LAST = -1  # as TILE: there is no further step
+
+
+@cache.built
+def build(
+    gradient: str, d: int, dtype: str, rule: Any, change: Any, store_width: int
+) -> tuple[Any, int]:
+    """The kernel of one gradient.
+
+    Parameters
+    ----------
+    gradient : {"dQ", "dK", "dV"}
+    d : int
+        Head dimension, 1..256.
+    dtype : str
+        "fp16" or "bf16".
+    rule, change
+        Compiled part of a `masking.Mask` and a `masking.Score`.
+    store_width : int
+        Elements per store: 8, or 1 where an address or stride is not aligned.
+
+    Returns
+    -------
+    kernel : dispatcher
+        ``fa3_gradient(X_boxes, Z_boxes, Y_boxes, W_boxes, Q, K, V, dO, L, D, out,
+        section_heads, scale, range_args, mask_args, score_args)``.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    of_keys, from_dS = gradient != "dQ", gradient != "dV"
+    B_m = GRADIENT_ROWS
+    B_r, B_c = (B_m, STAYING) if of_keys else (STAYING, B_m)
+    threads = THREADS * (1 + CONSUMERS)
+    boxes, width = -(-d // BOX_COLUMNS), -(-d // 16) * 16  # of a row of d; d as products take it
+    x_box, y_box = STAYING * ptx.ROW_BYTES, B_m * ptx.ROW_BYTES
+    in_S, in_P, in_acc = B_m // 2, B_m // 4, width // 2  # registers of a thread
+    words = -(-B_m // 64)  # a bit for each score of a thread
+    of_lane = B_m // 32  # rows whose L and D a lane moves
+    early_dP = d <= 128  # there are registers for it beside S and the last product's
+
+    rings, shared_bytes = gradient_layout(gradient, d)
+    y_stages, w_stages = rings["Y"].places, rings["W"].places
+
+    def ring(name):
+        start, size, places = rings[name]
+
+        @hbm.device
+        def place(n):
+            return ptx.smem_address(u32(start) + n % u32(places) * u32(size))
+
+        return place
+
+    x_at, z_at, y_at, w_at = (ring(n) for n in "XZYW")
+    x_full, y_full, y_empty = ring("X, Z full"), ring("Y full"), ring("Y empty")
+    w_full, w_empty = ring("W full"), ring("W empty")
+    l_at, l_tile = ring("L, D"), shared_tile(2 * y_stages, B_m, np.float32, rings["L, D"].start)
+    infos = HOPPER_INFO // (4 * FIELDS)
+    assert infos > y_stages + 2  # a step reads its own, when the producer may be `y_stages` ahead
+    info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
+
+    steps_of_d = ptx.k_major_steps(width, x_box), ptx.k_major_steps(width, y_box)
+    multiply_S = ptx.wgmma_mma_async(B_m, dtype, *steps_of_d)
+    multiply_acc = ptx.wgmma_mma_async(
+        width,
+        dtype,
+        tuple(range(0, in_P, 4)),
+        ptx.mn_major_steps(B_m),
+        a_in_registers=True,
+        transpose_b=True,
+    )
+    fence_S, fence_acc = ptx.wgmma_fence(in_S), ptx.wgmma_fence(in_acc, in_P)
+    wait_first_S = ptx.wgmma_wait_group(int(from_dS), in_S)
+    wait_S = ptx.wgmma_wait_group(1, in_S)
+    wait_both = ptx.wgmma_wait_group(0, in_S, in_S)
+    wait_acc = ptx.wgmma_wait_group(0, in_acc, in_P, in_S)
+    wait_dP = ptx.wgmma_wait_group(0, in_acc, in_P, in_S, in_S)
+    wait_last = ptx.wgmma_wait_group(0, in_acc, in_P)
+    give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS)
+    take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[CONSUMERS])
+
+    tile_range, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
+    prepare, changed = change.functions(hbm.device, np.float32)
+    elementwise, plain = rule.elementwise, change is UNCHANGED
+    seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
+    find_hidden = hidden_finder(B_m, rule, of_keys)
+    make_P, make_dS, make_both = score_gradients(B_m, of_keys, change)
+    pack, hide = score_packer(B_m, dtype)
+    clear_S, clear_acc, zero_of = clearer(in_S), clearer(in_acc), zero_times(width)
+    write = tile_writer(d, width, dtype, store_width)
+    load_X, load_Y = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (STAYING, B_m))
+    recompute = gradient_recomputer(gradient, d, rule, change, FORMATS[dtype])
+
+    # ---- masks ----------------------------------------------------------------------------------
+
+    @hbm.device
+    def visited(range_args, b, h, t, N_q, N_k):
+        """Tiles that go by tile t of what stays: first, end."""
+        if of_keys:
+            return seeing(range_args, b, h, t, N_q, N_k)
+        begin, end, _, _ = tile_range(range_args, b, h, t, N_q, N_k)
+        return np.int32(begin), np.int32(end)
+
+    @hbm.device
+    def visited_whole(range_args, b, h, t, N_q, N_k):
+        """Those of which every row sees every key: first, end."""
+        if of_keys:
+            return seeing_all(range_args, b, h, t, N_q, N_k)
+        _, _, lo_last, hi_first = tile_range(range_args, b, h, t, N_q, N_k)
+        return np.int32((lo_last + B_c - 1) // B_c), np.int32(hi_first // B_c)
+
+    @hbm.device
+    def is_partial(mask_args, b, h, t, s, full_begin, full_end, N_q, N_k):
+        """Whether some row of tile (t, s) does not see some key of it."""
+        outside = s < full_begin or s >= full_end
+        if elementwise:
+            i, j = (s, t) if of_keys else (t, s)
+            return outside or tile_kind(mask_args, b, h, i, j, 0, N_k, N_q, N_k) != FULL
+        return outside
+
+    # ---- products -------------------------------------------------------------------------------
+
+    @hbm.device
+    def across(address):
+        """Descriptor of a matrix whose rows are rows of boxes."""
+        return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def along(address):
+        """Descriptor of a Y or W, where products add up over its rows."""
+        return ptx.matrix_descriptor(address, y_box, ptx.PATTERN_BYTES)
+
+    @hbm.device
+    def start_S(S, me, step):
+        mine = me * u32(ROWS * ptx.ROW_BYTES)  # my 64 rows in each box
+        clear_S(S)
+        fence_S(S)
+        multiply_S(S, across(x_at(u32(0)) + mine), across(y_at(step)), 0)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def wait_W(step):
+        ptx.mbarrier_try_wait_parity(w_full(step), step // u32(w_stages) & u32(1))
+
+    @hbm.device
+    def start_dP(dP, me, step):
+        mine = me * u32(ROWS * ptx.ROW_BYTES)
+        wait_W(step)
+        clear_S(dP)
+        fence_S(dP)
+        multiply_S(dP, across(z_at(u32(0)) + mine), across(w_at(step)), 0)
+        ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_acc(acc, P, step):
+        if from_dS:
+            B = along(y_at(step))
+        else:
+            wait_W(step)
+            B = along(w_at(step))
+        fence_acc(acc, P)
+        multiply_acc(acc, P, 0, B, 1)
+        ptx.wgmma_commit_group()
+
+    # ---- scores ---------------------------------------------------------------------------------
+
+    @hbm.device
+    def prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k):
+        """Which of my scores are masked; none, if hidden[0] is 0."""
+        at = step % u32(infos)
+        hidden[0] = u32(0)
+        if info[at, PARTIAL]:
+            first = np.int64(info[at, TILE]) * B_m + np.int64(column)
+            b, h = info[at, BATCH], info[at, HEAD]
+            row, key = (first, np.int64(mine)) if of_keys else (np.int64(mine), first)
+            find_hidden(hidden, mask_args, b, h, row, key, N_q, N_k)
+
+    @hbm.device
+    def round_scores(X, packed, hidden):
+        pack(X, packed)
+        if ptx.mov_b32(np.int32(hidden[0])):
+            hide(packed, hidden)
+
+    @hbm.device
+    def L_of(step, column):
+        return u32(l_at(step) + column * u32(4))
+
+    @hbm.device
+    def D_of(step, column):
+        return u32(l_at(step) + column * u32(4) + u32(4 * B_m))
+
+    @hbm.device
+    def set_P(S, L_i, step, column, c):
+        if of_keys:
+            make_P(S, L_of(step, column), c)
+        else:
+            make_P(S, L_i, c)
+
+    @hbm.device
+    def set_dS(S, dP, D_i, step, column):
+        if of_keys:
+            make_dS(S, dP, D_of(step, column))
+        else:
+            make_dS(S, dP, D_i)
+
+    @hbm.device
+    def change_scores(
+        S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q, N_k
+    ):  # fmt: skip
+        """P, and dS where it is needed, of scores that change."""
+        at = step % u32(infos)
+        state = prepare(score_args, info[at, BATCH], info[at, HEAD])
+        first, mine = np.int64(info[at, TILE]) * B_m + np.int64(column), np.int64(mine)
+        i, j = (first, mine) if of_keys else (mine, first)
+        i = i + N_k - N_q
+        if not from_dS:
+            for x in range(in_S):
+                row, col = 8 * (x // 2 % 2), 8 * (x // 4) + x % 2
+                S[x] = changed(state, i + col, j + row, S[x] * scale)
+            make_P(S, L_of(step, column), LOG2_E)
+        elif of_keys:
+            make_both(S, dP, L_of(step, column), D_of(step, column), scale, state, i, j)
+        else:
+            make_both(S, dP, L_i, D_i, scale, state, i, j)
+
+    # ---- the kernel -----------------------------------------------------------------------------
+
+    def fa3_gradient(
+        X_boxes, Z_boxes, Y_boxes, W_boxes, Q, K, V, dO, L, D, out, section_heads, scale,
+        range_args, mask_args, score_args,
+    ):  # fmt: skip
+        H, H_k, N_q, N_k = u32(Q.shape[1]), u32(K.shape[1]), Q.shape[2], K.shape[2]
+        group_size = H // H_k
+        N, heads = (N_k, H_k) if of_keys else (N_q, H)
+        tiles = u32((N + STAYING - 1) // STAYING)
+        tile, head = tile_of_block(
+            u32(cuda.blockIdx.x), tiles, u32(heads * u32(Q.shape[0])), u32(section_heads)
+        )
+        # First those that are the longest under a causal mask: first keys, last rows.
+        t = np.int32(tile if of_keys else u32(tiles - u32(1) - tile))
+        h_x, b = np.int32(head % heads), np.int32(head // heads)
+        by = group_size if of_keys else u32(1)  # query heads that go by
+        thread = u32(cuda.threadIdx.x)
+        group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+
+        if thread == u32(0):
+            ptx.mbarrier_init(x_full(u32(0)), 1)
+            ptx.mbarrier_init(x_full(u32(1)), 1)
+            for stage in range(y_stages):
+                ptx.mbarrier_init(y_full(u32(stage)), 2)  # Y_j; L, D and the information
+                ptx.mbarrier_init(y_empty(u32(stage)), CONSUMERS)
+            for stage in range(w_stages):
+                ptx.mbarrier_init(w_full(u32(stage)), 1)
+                ptx.mbarrier_init(w_empty(u32(stage)), CONSUMERS)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # all see the barriers
+
+        if group == u32(0):
+            give_back_registers()
+            warp, lane = thread // u32(32), u32(cuda.laneid)
+            step = u32(0)
+            if warp < u32(2):  # one copies X and every Y, one Z and every W
+                elected = ptx.elect_sync()
+                if elected:
+                    hbm.use_boxes(X_boxes)
+                    hbm.use_boxes(Z_boxes)
+                    hbm.use_boxes(Y_boxes)
+                    hbm.use_boxes(W_boxes)
+                    first = np.int32(t * np.int32(STAYING))
+                    if warp == u32(0):
+                        ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
+                        load_X(X_boxes, x_at(u32(0)), x_full(u32(0)), first, h_x, b)
+                    elif from_dS:
+                        ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
+                        load_X(Z_boxes, z_at(u32(0)), x_full(u32(1)), first, h_x, b)
+                for g in range(by):
+                    h = np.int32(u32(h_x) * by + u32(g))
+                    h_y = h if of_keys else np.int32(u32(h) // group_size)
+                    s, end = visited(range_args, b, h, t, N_q, N_k)
+                    while s < end:
+                        if elected:
+                            row = np.int32(s * np.int32(B_m))
+                            if warp == u32(0):
+                                phase = step // u32(y_stages) & u32(1) ^ u32(1)
+                                ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                                ptx.mbarrier_arrive_expect_tx(y_full(step), boxes * y_box)
+                                load_Y(Y_boxes, y_at(step), y_full(step), row, h_y, b)
+                            else:
+                                phase = step // u32(w_stages) & u32(1) ^ u32(1)
+                                ptx.mbarrier_try_wait_parity(w_empty(step), phase)
+                                ptx.mbarrier_arrive_expect_tx(w_full(step), boxes * y_box)
+                                load_Y(W_boxes, w_at(step), w_full(step), row, h_y, b)
+                        step = u32(step + u32(1))
+                        s = np.int32(s + np.int32(1))
+            elif warp == u32(2):  # L and D of what goes by, and what the consumers have to know
+                L_D, info = l_tile(None), info_tile(None)
+                l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
+                for g in range(by):
+                    h = np.int32(u32(h_x) * by + u32(g))
+                    s, end = visited(range_args, b, h, t, N_q, N_k)
+                    full_begin, full_end = visited_whole(range_args, b, h, t, N_q, N_k)
+                    while s < end:
+                        if of_keys:
+                            for k in range(of_lane):
+                                row = np.int64(s) * B_m + np.int64(lane) + 32 * k
+                                l[k], D_i[k] = NEG_INF, ZERO
+                                if row < N_q:
+                                    l[k] = L[b, h, row]
+                                    if from_dS:
+                                        D_i[k] = D[b, h, row]
+                        phase = step // u32(y_stages) & u32(1) ^ u32(1)
+                        ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                        if of_keys:
+                            place = u32(step % u32(y_stages) * u32(2))
+                            for k in range(of_lane):
+                                # Rows that see no key, and those past the last, have P = 0.
+                                log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
+                                L_D[place, lane + u32(32 * k)] = log_2
+                                L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+                        if lane == u32(0):
+                            at = step % u32(infos)
+                            info[at, TILE], info[at, HEAD], info[at, BATCH] = s, h, b
+                            info[at, PARTIAL] = np.int32(
+                                is_partial(mask_args, b, h, t, s, full_begin, full_end, N_q, N_k)
+                            )
+                        cuda.syncwarp()
+                        if lane == u32(0):
+                            ptx.mbarrier_arrive(y_full(step))
+                        step = u32(step + u32(1))
+                        s = np.int32(s + np.int32(1))
+                if lane == u32(0):
+                    phase = step // u32(y_stages) & u32(1) ^ u32(1)
+                    ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                    info[step % u32(infos), TILE] = np.int32(LAST)
+                    ptx.mbarrier_arrive(y_full(step))
+                    ptx.mbarrier_arrive(y_full(step))
+        else:
+            take_registers()
+            S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
+            P = cuda.local.array(in_P, uint32)  # P or dS, whichever acc is made of
+            acc = cuda.local.array(in_acc, float32)
+            L_i, D_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
+            hidden = cuda.local.array(words, uint32)
+            clear_acc(acc)
+            me = u32(group - u32(1))
+            leader = thread % u32(THREADS) == u32(0)
+            mine = np.int32(np.int32(t * np.int32(STAYING)) + np.int32(me * u32(ROWS)))
+            mine = np.int32(mine + np.int32(first_row(thread)))
+            column = u32(2) * (thread % u32(4))
+            c = scale * LOG2_E
+            if not of_keys:
+                for r in range(2):
+                    row = np.int64(mine) + 8 * r
+                    L_i[r], D_i[r] = -NEG_INF, ZERO  # rows without keys, or past the last: P = 0
+                    if row < N_q:
+                        l_row = L[b, h_x, row]
+                        L_i[r] = l_row * LOG2_E if l_row != NEG_INF else -NEG_INF
+                        D_i[r] = D[b, h_x, row]
+            info = info_tile(None)
+            step = u32(0)
+
+            ptx.mbarrier_try_wait_parity(y_full(step), 0)
+            if info[step, TILE] != np.int32(LAST):
+                # The first step has no product of a step before beside it.
+                ptx.mbarrier_try_wait_parity(x_full(u32(0)), 0)
+                start_S(S, me, step)
+                if from_dS:
+                    ptx.mbarrier_try_wait_parity(x_full(u32(1)), 0)
+                    start_dP(dP, me, step)
+                prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                wait_first_S(S)
+                if plain:
+                    set_P(S, L_i, step, column, c)
+                if from_dS:
+                    wait_both(dP, S)
+                    if leader:
+                        ptx.mbarrier_arrive(w_empty(step))
+                if not plain:
+                    change_scores(
+                        S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q, N_k
+                    )
+                elif from_dS:
+                    set_dS(S, dP, D_i, step, column)
+                round_scores(dP if from_dS else S, P, hidden)
+
+                while True:
+                    last = step
+                    step = u32(step + u32(1))
+                    ptx.mbarrier_try_wait_parity(y_full(step), step // u32(y_stages) & u32(1))
+                    if info[step % u32(infos), TILE] == np.int32(LAST):
+                        break
+                    start_S(S, me, step)
+                    start_acc(acc, P, last)
+                    prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                    wait_S(S)
+                    if from_dS and early_dP:
+                        start_dP(dP, me, step)
+                    if plain:
+                        set_P(S, L_i, step, column, c)
+                        # ptxas would wait first of all. A branch on what came so far keeps it here.
+                        ptx.trap_if_negative(S[0] + S[in_S - 1])
+                    if from_dS:
+                        if not early_dP:
+                            start_dP(dP, me, step)
+                        wait_dP(acc, P, S, dP)
+                    else:
+                        wait_acc(acc, P, S)
+                    if leader:  # the last product is complete, and so is dP
+                        ptx.mbarrier_arrive(y_empty(last))
+                        ptx.mbarrier_arrive(w_empty(step if from_dS else last))
+                    if not plain:
+                        change_scores(
+                            S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q, N_k
+                        )
+                    elif from_dS:
+                        set_dS(S, dP, D_i, step, column)
+                    round_scores(dP if from_dS else S, P, hidden)
+
+                start_acc(acc, P, last)
+                wait_last(acc, P)
+
+            factor = scale if from_dS else ONE
+            batch, head, row = np.int64(b), np.int64(h_x), np.int64(mine)
+            write(out, acc, factor, factor, batch, head, row, N, 0)
+            if ptx.vote_any(zero_of(acc) != ZERO):
+                cuda.syncwarp()  # all its lanes see the warp's stores
+                recompute(
+                    Q, K, V, dO, hbm.phase(L, 1), hbm.phase(D, 1), hbm.phase(out, 1), scale,
+                    mask_args, score_args, batch, head, np.int64(group_size),
+                    row - np.int64(cuda.laneid) // 4, N_q, N_k,
+                )  # fmt: skip
+
+    return hbm.jit(fa3_gradient, f"fa3_{gradient}", threads), shared_bytes
+
+
+OPERANDS = {"dQ": ("Q", "dO", "K", "V"), "dK": ("K", "V", "Q", "dO"), "dV": ("K", "V", "Q", "dO")}
+
+
+def launch(problem: Problem, A: Operands, *gradients: str) -> None:
+    """Compute some of the gradients "dQ", "dK" and "dV" of `problem`, each by its kernel."""
+    p, again = problem, "recompute"
+    for gradient in gradients:
+        kernel, shared_bytes = build(
+            gradient, p.d, p.dtype, p.mask.rule, p.score.change, p.fa3_gradient_width
+        )
+        N, heads = (p.N_q, p.H) if gradient == "dQ" else (p.N_k, p.H_k)
+        X, Z, Y, W = OPERANDS[gradient]
+        stays, goes = f"{gradient}: load {X}, {Z}", f"{gradient}: load {Y}, {W}"
+        x_box, y_box = (1, 1, STAYING, BOX_COLUMNS), (1, 1, GRADIENT_ROWS, BOX_COLUMNS)
+        rows = stays if gradient == "dQ" else goes
+        A.run(
+            kernel,
+            -(-N // STAYING) * heads * p.B,
+            THREADS * (1 + CONSUMERS),
+            shared_bytes,
+            A.boxes(X, x_box, stays),
+            A.boxes(Z, x_box, stays),
+            A.boxes(Y, y_box, goes),
+            A.boxes(W, y_box, goes),
+            *(A.array(name, again) for name in ("Q", "K", "V", "dO")),
+            A.array("L", rows, again),
+            A.array("D", rows, again),
+            A.array(gradient, "epilogue", again),
+            min(SECTION, heads * p.B) if p.mask.rule.bounded else 1,
+            A.scale,
+            A.mask_args("tile range"),
+            A.mask_args("mask"),
+            A.score_args("score"),
+        )
