@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
+VERIFIED = (
+    *("standard", "fa1", "fa2", "fa3"),
+    *("standard_backward", "fa1_backward", "fa2_backward", "fa2_backward_deterministic"),
+    *("fa3_backward", "fa3_backward_deterministic"),
+)
 
 
 class Refusal(Exception):
@@ -151,9 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dtype", choices=("fp32", "fp64", "fp16", "bf16"), help="default: fp32")
     verify.add_argument(
         "--method",
-        choices=("standard", "fa1", "fa2"),
+        choices=VERIFIED,
+        metavar="NAME",
         action="append",
-        help="may be given several times (default: every method)",
+        help=f"{', '.join(VERIFIED)}; may be given several times (default: standard, fa1 and fa2)",
     )
     verify.add_argument(
         "--causal", action="store_true", default=None, help="key j is visible to rows i >= j"
@@ -265,7 +271,7 @@ def _refusals() -> Iterator[None]:
     """Say what the API refuses as the user's error."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise Refusal(str(error)) from error
 
 

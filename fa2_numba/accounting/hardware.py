@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa2_numba import doctor, masking
+from fa2_numba.problem import METHODS_BACKWARD
 from fa2_numba.tiling import Tiling
 
 # The kernels to be profiled, by the beginning of their names; CuPy's own are not among them.
@@ -52,7 +53,8 @@ class Counter:
     quantity, op : str
         "bytes", "instructions", "requests" or "sectors", with "shared " in front for shared
         memory, which also has "shared wavefronts" and "shared conflicts"; "box copies" and "box
-        bytes"; "load", "store", or an access of another kind, which few plain kernels make.
+        bytes"; "bulk adds" and "bulk bytes"; "load", "store", "reduction" (an atomic add that does
+        not bring the old value back), or an access of another kind, which few plain kernels make.
     metric : str
         ncu's name of it.
     patched : str
@@ -72,13 +74,16 @@ class Counter:
     exact: bool = True
 
 
-def _patched(quantity: str, op: str, metric: str, optional: bool = False) -> Counter:
-    return Counter(quantity, op, metric, metric, optional)
+def _patched(
+    quantity: str, op: str, metric: str, optional: bool = False, exact: bool = True
+) -> Counter:
+    return Counter(quantity, op, metric, metric, optional, exact)
 
 
 # A warp asks for something where a lane executes the instruction, as in `hbm`: that is what L1 gets
 # as a request. Of the instructions, even "predicated on in any lane" also counts a warp in which
-# only lanes that took another branch have the predicate on, so they are shown and not compared.
+# only lanes that took another branch have the predicate on, and of reductions there is only the
+# number with all lanes off, too; so they are shown and not compared.
 COUNTERS = (
     _patched("bytes", "load", "smsp__sass_data_bytes_mem_global_op_ld.sum"),
     _patched("bytes", "store", "smsp__sass_data_bytes_mem_global_op_st.sum"),
@@ -102,19 +107,41 @@ COUNTERS = (
         "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
         "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_st.sum",
     ),
-    _patched("instructions", "reduction", "smsp__sass_inst_executed_op_global_red.sum"),
+    _patched("bytes", "reduction", "smsp__sass_data_bytes_mem_global_op_red.sum"),
+    _patched(
+        "instructions", "reduction", "smsp__sass_inst_executed_op_global_red.sum", exact=False
+    ),
+    Counter("requests", "reduction", "l1tex__t_requests_pipe_lsu_mem_global_op_red.sum"),
+    Counter(
+        "sectors",
+        "reduction",
+        "l1tex__t_sectors_pipe_lsu_mem_global_op_red.sum",
+        "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_red.sum",
+    ),
     _patched("instructions", "atomic", "smsp__sass_inst_executed_op_global_atom.sum"),
     _patched("instructions", "local load", "smsp__sass_inst_executed_op_local_ld.sum"),
     _patched("instructions", "local store", "smsp__sass_inst_executed_op_local_st.sum"),
     _patched("instructions", "cp.async", "smsp__sass_inst_executed_op_ldgsts.sum", True),
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
-    # Copies of boxes, which the hardware makes; its loads and stores above do not have them.
+    # Copies of boxes, which the hardware makes: they do not pass through the unit (lsu) whose
+    # requests and sectors are above, and no lane asks for their bytes. Their bytes are those of
+    # the sectors that L2 sends.
     Counter("box copies", "load", "smsp__inst_executed_op_tma_ld.sum", optional=True),
     Counter(
         "box bytes",
         "load",
         "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",
         optional=True,
+    ),
+    # Adds of a piece of shared memory, by the same unit. What L1 sends for them has not been read
+    # beside a count yet.
+    _patched("bulk adds", "reduction", "smsp__sass_inst_executed_op_tma_red.sum", True),
+    Counter(
+        "bulk bytes",
+        "reduction",
+        "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_red.sum",
+        optional=True,
+        exact=False,
     ),
 )
 
@@ -156,16 +183,17 @@ ON_CHIP = (
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, written in what JSON can hold.
+    """One attention call, forward or backward, written in what JSON can hold.
 
     Attributes
     ----------
     method, dtype : str
-        As `fa2_numba.attention` and `Traffic` name them.
+        As `Traffic` names them: one of `problem.METHODS`, or of `METHODS_BACKWARD` for a call of
+        `attention_backward`.
     batch, heads, heads_kv, n_q, n_k, d : int
         The sizes: q is (batch, heads, n_q, d), k and v are (batch, heads_kv, n_k, d).
     causal, window
-        As `fa2_numba.attention` takes them.
+        As `attention` takes them.
     mask : str
         One of `MASKS`, all reproducible; empty for none.
     tiling : (B_r, B_c, n_r, n_c), optional
@@ -201,20 +229,29 @@ class Case:
         named: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**named)
 
+    @property
+    def backward(self) -> bool:
+        """Whether it is a call of `attention_backward`."""
+        return self.method in METHODS_BACKWARD
+
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `fa2_numba.attention`."""
+        """Keyword arguments for `attention`, or `attention_backward`."""
+        method, _, deterministic = self.method.partition("_backward")
         return {
-            "method": self.method,
+            "method": method,
             "causal": self.causal,
             "window": self.window,
             "tiling": None if self.tiling is None else Tiling(*self.tiling),
+            **({"deterministic": bool(deterministic)} if self.backward else {}),
             **MASKS[self.mask](self),
         }
 
-    def arrays(self) -> tuple[Any, Any, Any]:
-        """q, k and v: random normal numbers, the same each time.
+    def arrays(self) -> tuple[Any, ...]:
+        """q, k and v, or dout, q, k, v, out and lse: random normal numbers, the same each time.
 
-        CuPy arrays, made on the device; under the simulator NumPy arrays.
+        out and lse are not those of q, k and v: what moves does not depend on them, and so no
+        forward kernel is compiled. CuPy arrays, made on the device; under the simulator NumPy
+        arrays.
 
         Raises
         ------
@@ -224,10 +261,14 @@ class Case:
         from fa2_numba import simulator
 
         kv = (self.batch, self.heads_kv, self.n_k, self.d)
-        shapes = ((self.batch, self.heads, self.n_q, self.d), kv, kv)
+        rows = (self.batch, self.heads, self.n_q)
+        of_q = (*rows, self.d)
         make = _on_host if simulator.ACTIVE else _on_device
-        q, k, v = make(shapes, self.dtype)
-        return q, k, v
+        if not self.backward:
+            return tuple(make((of_q, kv, kv), self.dtype))
+        dout, q, k, v, out = make((of_q, of_q, kv, kv, of_q), self.dtype)
+        (lse,) = make((rows,), "fp64" if self.dtype == "fp64" else "fp32")
+        return dout, q, k, v, out, lse
 
 
 def _on_host(shapes: Sequence[tuple[int, ...]], dtype: str) -> list[Any]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fa2_numba import api, plan, simulator
+from fa2_numba import api, backward, plan, simulator
 from fa2_numba.accounting.hardware import Case
 from fa2_numba.launch import Operands
 
@@ -46,8 +46,15 @@ def launch(case: Case) -> list[str]:
     """Run the plain kernels of a case; their names, in the order of their launch."""
     names: list[str] = []
     with watched(lambda operands, name: names.append(name)):
-        api.attention(*case.arrays(), **case.options())
+        call = backward.attention_backward if case.backward else api.attention
+        call(*case.arrays(), **case.options())
     return names
+
+
+def measure(case: Case, on_chip: bool = False) -> None:
+    """Run the counted kernels of a case; what they count is for those who watch."""
+    call: Callable[..., Any] = backward.measure_backward if case.backward else api.measure
+    call(*case.arrays(), **case.options(), on_chip=on_chip)
 
 
 def in_processes(

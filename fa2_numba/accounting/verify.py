@@ -1,17 +1,21 @@
-"""Counted numbers against the hardware's, for each kernel launch.
+"""Predicted, counted and the hardware's numbers, for each kernel launch.
 
-The counted kernels say what the warps ask for. The plain kernels, launched once more under ncu, are
-read by the GPU's own counters. Both must be the same integers; nothing is rounded or scaled.
+The counted kernels say what the warps ask for, and the model what they must ask for. The plain
+kernels, launched once more under ncu, are read by the GPU's own counters. All must be the same
+integers; nothing is rounded or scaled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
+from fa2_numba import io_model
 from fa2_numba.accounting import hardware
 from fa2_numba.accounting.hardware import (
     COUNTERS,
@@ -22,6 +26,10 @@ from fa2_numba.accounting.hardware import (
     NotPermitted,
 )
 from fa2_numba.accounting.terminal import new_table
+from fa2_numba.traffic import Traffic
+
+Totals = dict[tuple[str, str], int]  # (quantity, op) to a number
+Rows = dict[tuple[Any, ...], NDArray[np.int64]]  # key of a traffic row to its numbers
 
 # What a counter's quantity is in a traffic row. An instruction of a warp is one request. (Bytes
 # are those that the lanes of an instruction do not share: `Operands.distinct_bytes`.)
@@ -33,8 +41,14 @@ COUNTED_ON_CHIP = {
     "shared conflicts": "conflicts",
 }
 SECTOR_BYTES = 32
+NONE = np.zeros(4, np.int64)  # a row in which nothing moved
 COLUMNS = "method, dtype, batch, heads, heads_kv, n_q, n_k, d, causal, mask, block_r, block_c"
-ISSUED = ("load", "store")  # of all accesses that the hardware tells apart, those that kernels make
+ISSUED = ("load", "store")
+# In these ptxas may keep values of the producer in local memory, as many as its version decides.
+SPILLING = ("fa3_backward", "fa3_dQ", "fa3_dK", "fa3_dV")
+LOCAL = ("local load", "local store")
+# A row's op to the hardware's: an atomic add whose old value nobody asks for is a reduction.
+OPS = {"load": "load", "store": "store", "atomic": "reduction"}
 
 
 @dataclass(frozen=True)
@@ -51,17 +65,20 @@ class CountedLaunch:
         Its name.
     totals : dict
         (quantity, op) to the sum over arrays and phases.
+    predicted : dict
+        The same of the model, for what it predicts.
     """
 
     case: int
     problem: dict[str, Any]
     kernel: str
-    totals: dict[tuple[str, str], int]
+    totals: Totals
+    predicted: Totals = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of one launch, counted and read.
+    """One number of one launch: counted, read, and in most cases predicted.
 
     Attributes
     ----------
@@ -76,7 +93,9 @@ class Row:
     hardware : int or float
         By the GPU, while the plain kernel ran.
     exact : bool
-        Whether the two must be equal.
+        Whether they must be equal.
+    predicted : int, optional
+        By the model; None where it says nothing.
     """
 
     case: int
@@ -88,11 +107,17 @@ class Row:
     counted: int
     hardware: int | float
     exact: bool = True
+    predicted: int | None = None
 
     @property
     def difference(self) -> int | float:
         """What the hardware saw beyond the count."""
         return self.hardware - self.counted
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether the count is the model's, if that says anything."""
+        return self.predicted in (None, self.counted)
 
     def as_dict(self) -> dict[str, Any]:
         """Column to value."""
@@ -107,13 +132,15 @@ class Row:
             "hardware": self.hardware,
             "difference": self.difference,
             "exact": self.exact,
+            "predicted": self.predicted,
         }
 
     def __str__(self) -> str:
         p = self.problem
+        model = "" if self.as_predicted else f"predicted {self.predicted:,}, "
         return (
-            f"{p['method']}, {p['dtype']}, {p['mask']}, {sizes(p)}, {self.kernel}: "
-            f"{self.quantity} ({self.op}) counted {self.counted:,}, hardware {self.hardware:,}"
+            f"{p['method']}, {p['dtype']}, {p['mask']}, {sizes(p)}, {self.kernel}: {self.quantity} "
+            f"({self.op}) {model}counted {self.counted:,}, hardware {self.hardware:,}"
         )
 
 
@@ -146,7 +173,7 @@ class Verification:
     @property
     def differing(self) -> list[Row]:
         """The rows whose numbers are not the same, and must be."""
-        return [row for row in self.rows if row.exact and row.difference]
+        return [row for row in self.rows if row.exact and (row.difference or not row.as_predicted)]
 
 
 def count(cases: Sequence[Case], on_chip: bool = False) -> list[CountedLaunch]:
@@ -154,46 +181,128 @@ def count(cases: Sequence[Case], on_chip: bool = False) -> list[CountedLaunch]:
     return [launch for n, case in enumerate(cases) for launch in _launches(n, case, on_chip)]
 
 
-def _launches(n: int, case: Case, on_chip: bool) -> list[CountedLaunch]:
-    from fa2_numba import api  # needs Numba
-    from fa2_numba.accounting.launches import watched
+@dataclass(frozen=True)
+class _Counts:
+    """What one launch of a call has counted.
 
-    launches: list[CountedLaunch] = []
-    before: dict[tuple[str, str], int] = {}
+    Attributes
+    ----------
+    kernel : str
+    totals : dict
+        As in `CountedLaunch`.
+    rows : dict
+        The traffic rows in which it counted.
+    boxes : set of key
+        Those of all launches so far that the copy unit moves.
+    """
+
+    kernel: str
+    totals: Totals
+    rows: Rows
+    boxes: Collection[Any]
+
+
+def _launches(n: int, case: Case, on_chip: bool) -> list[CountedLaunch]:
+    from fa2_numba.accounting.launches import measure, watched  # they need Numba
+
+    problem: Any = None
+    counts: list[_Counts] = []
+    totals_before: Totals = {}
+    rows_before: Rows = {}
 
     def after(operands: Any, kernel: str) -> None:
-        nonlocal before
-        sums = totals(operands)  # of the call so far
-        columns = operands.problem.columns()
-        problem = {name: columns[name] for name in COLUMNS.split(", ")}
-        launches.append(
-            CountedLaunch(n, problem, kernel, {key: sums[key] - before.get(key, 0) for key in sums})
-        )
-        before = sums
+        nonlocal problem, totals_before, rows_before
+        problem = operands.problem
+        sums, rows = totals(operands), _rows(operands.rows())  # of the call so far
+        mine = {key: total - totals_before.get(key, 0) for key, total in sums.items()}
+        moved = {key: row - rows_before.get(key, NONE) for key, row in rows.items()}
+        moved = {key: row for key, row in moved.items() if row.any()}
+        counts.append(_Counts(kernel, mine, moved, _boxes(operands)))
+        totals_before, rows_before = sums, rows
 
     with watched(after):
-        api.measure(*case.arrays(), **case.options(), on_chip=on_chip)
-    return launches
+        measure(case, on_chip)
+    if not counts:
+        return []
+    columns = problem.columns()
+    about = {name: columns[name] for name in COLUMNS.split(", ")}
+    predicted = _predictions(counts, _rows(io_model.predict(problem)))
+    return [
+        CountedLaunch(n, about, launch.kernel, launch.totals, said)
+        for launch, said in zip(counts, predicted, strict=True)
+    ]
 
 
-def totals(operands: Any) -> dict[tuple[str, str], int]:
-    """What a call has counted so far, by (quantity, op): sums over arrays and phases.
+def _predictions(counts: Sequence[_Counts], model: Rows) -> list[Totals]:
+    """What the model's rows of a call say of each of its launches.
 
-    The bytes of boxes are those of whole sectors: nothing less comes from L2.
+    The model knows phases, not launches. A row belongs to the launch that counted it; of several
+    the last has what the others have not counted, and a row that none counted is the last
+    launch's.
     """
-    distinct = operands.distinct_bytes()
-    sums = {("bytes", op): distinct[op] for op in ISSUED}
-    boxes = operands.rows(boxes=True)
-    copies = sum(row.requests for row in boxes)
-    sums["instructions", "TMA"] = sums["box copies", "load"] = copies
-    sums["box bytes", "load"] = SECTOR_BYTES * sum(row.sectors for row in boxes)
-    for columns, rows in (
-        (COUNTED, operands.rows(boxes=False)),
-        (COUNTED_ON_CHIP, operands.on_chip_rows()),
-    ):
-        for quantity, column in columns.items():
-            for op in ISSUED:
-                sums[quantity, op] = sum(getattr(row, column) for row in rows if row.op == op)
+    place = dict.fromkeys(model, len(counts) - 1)
+    for n, launch in enumerate(counts):
+        place |= dict.fromkeys(launch.rows, n)
+    left = {key: model.get(key, NONE) for key in place}
+    found = []
+    for n, launch in enumerate(counts):
+        said = launch.rows | {key: left[key] for key, where in place.items() if where == n}
+        left |= {key: left[key] - row for key, row in said.items()}
+        sums, counted = _sums(said, launch.boxes), _sums(launch.rows, launch.boxes)
+        for op in OPS.values():
+            # Lanes share elements, as those of tables. The model does not say which.
+            if counted["bytes", op] != launch.totals["bytes", op]:
+                del sums["bytes", op]
+        found.append(sums)
+    return found
+
+
+def _rows(rows: Iterable[Traffic]) -> Rows:
+    return {row.key: np.array(row.numbers, np.int64) for row in rows}
+
+
+def _boxes(operands: Any) -> set[Any]:
+    """The keys of the rows that the copy unit moves: boxes, and what fa3 adds to dQ."""
+    adds = [r for r in operands.rows() if r.op == "atomic" and r.method.startswith("fa3")]
+    return {row.key for row in (*operands.rows(boxes=True), *adds)}
+
+
+def _sums(rows: Rows, boxes: Collection[Any]) -> Totals:
+    """The sums over arrays and phases, by (quantity, op).
+
+    The bytes of boxes are those of whole sectors: nothing less comes from L2. An add of the copy
+    unit is of whole sectors, too.
+    """
+    sums = {(quantity, op): 0 for quantity in ("bytes", *COUNTED) for op in OPS.values()}
+    copies = pieces = adds = added = 0
+    for key, (_, size, requests, sectors) in ((key, row.tolist()) for key, row in rows.items()):
+        if key in boxes and key[-1] == "atomic":
+            adds += requests
+            added += size
+            continue
+        if key in boxes:
+            copies += requests
+            pieces += sectors
+            continue
+        op = OPS[key[-1]]
+        sums["bytes", op] += size
+        for quantity, column in COUNTED.items():
+            sums[quantity, op] += sectors if column == "sectors" else requests
+    sums["instructions", "TMA"] = copies + adds
+    sums["box copies", "load"], sums["box bytes", "load"] = copies, SECTOR_BYTES * pieces
+    sums["bulk adds", "reduction"], sums["bulk bytes", "reduction"] = adds, added
+    return sums
+
+
+def totals(operands: Any) -> Totals:
+    """What a call has counted so far, by (quantity, op): sums over arrays and phases."""
+    sums = _sums(_rows(operands.rows()), _boxes(operands))
+    sums |= {("bytes", OPS[op]): n for op, n in operands.distinct_bytes().items()}
+    sums["bytes", "reduction"] -= sums["bulk bytes", "reduction"]  # no lane asks for them
+    for quantity, column in COUNTED_ON_CHIP.items():
+        for op in ISSUED:
+            moved = (row for row in operands.on_chip_rows() if row.op == op)
+            sums[quantity, op] = sum(getattr(row, column) for row in moved)
     return sums
 
 
@@ -293,7 +402,8 @@ def compare(
             counter.op,
             launch.totals.get((counter.quantity, counter.op), 0),
             reading[counter.metric],
-            counter.exact,
+            counter.exact and not (counter.op in LOCAL and launch.kernel in SPILLING),
+            launch.predicted.get((counter.quantity, counter.op)),
         )
         for n, (launch, reading) in enumerate(zip(counted, read, strict=True))
         for counter in counters
@@ -335,14 +445,16 @@ def table(found: Verification) -> Table:
     """One line for each launch: what the hardware counted, and how many numbers differ."""
     title = "Global memory by the hardware's counters, launch by launch"
     about = ("method", "dtype", "mask", "B × H × N_q × N_k", "kernel")
+    moved = {(row.quantity, row.op) for row in found.rows if row.hardware}
     shown = [(quantity, op) for quantity in ("bytes", "requests", "sectors") for op in ISSUED]
-    numbers = (f"{quantity}\n{op}" for quantity, op in shown)
+    shown += [key for key in (("bytes", "reduction"), ("box bytes", "load")) if key in moved]
+    numbers, differing = (f"{quantity}\n{op}" for quantity, op in shown), found.differing
     table = new_table(title, [*about, *numbers, "differ"], len(about))
     for _, group in groupby(found.rows, lambda row: row.launch):
         rows = list(group)
         p, read = rows[0].problem, {(row.quantity, row.op): row.hardware for row in rows}
         compared = [row for row in rows if row.exact]
-        differ = sum(bool(row.difference) for row in compared)
+        differ = sum(row in differing for row in compared)
         table.add_row(
             p["method"],
             p["dtype"],
@@ -358,7 +470,9 @@ def table(found: Verification) -> Table:
 def summary(found: Verification) -> list[str]:
     """What was found, in sentences: every number that differs, and what was not compared."""
     exact = [row for row in found.rows if row.exact]
-    equal = len(exact) - len(found.differing)
+    equal = sum(not row.difference for row in exact)
+    predicted = [row for row in exact if row.predicted is not None]
+    as_predicted = sum(row.as_predicted for row in predicted)
     lines = [f"differs: {row}" for row in found.differing]
     if found.unread:
         lines += [
@@ -366,6 +480,8 @@ def summary(found: Verification) -> list[str]:
             "Compared, by patched instructions: " + _listed(found.counters),
             "Not compared: " + _listed(found.unread),
         ]
+    if predicted:
+        lines.append(f"{as_predicted:,} of {len(predicted):,} predicted numbers equal the counted.")
     lines.append(
         f"{equal:,} of {len(exact):,} counted numbers equal the hardware's, in "
         f"{found.launches:,} launches."
