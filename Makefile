@@ -48,11 +48,13 @@ test: $(DEV) ## all tests that need no GPU
 test-gpu: $(GPU) ## the tests on a GPU, recorded as JSON (ARGS="...")
 	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.test_gpu $(ARGS)
 
-bench: $(GPU) ## time the readable kernels, then the tensor-core ones (ARGS="..."), recorded as JSON
+bench: $(GPU) ## time the readable kernels, the tensor-core ones (ARGS="..."), a training; as JSON
 	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.readable
 	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.forward $(ARGS)
+	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.backward
+	NUMBA_ENABLE_CUDASIM=0 $(GPU_PY) -m benchmarks.training
 
-figures: $(BASE) ## the README's tables and figures, from the recorded JSON
+figures: $(BASE) ## the tables and figures of README and docs, from the recorded JSON
 	$(PY) -m benchmarks.figures $(ARGS)
 
 lint: $(DEV) ## ruff and mypy

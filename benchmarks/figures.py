@@ -1,9 +1,10 @@
-"""Regenerate what the README shows from the recorded results.
+"""Regenerate what the README and docs/counting.md show from the recorded results.
 
-``python -m benchmarks.figures`` rewrites the README's tables (between ``<!-- name -->`` and
+``python -m benchmarks.figures`` rewrites their tables (between ``<!-- name -->`` and
 ``<!-- /name -->``) from ``benchmarks/results/<gpu>/*.json``, copies the report's figures to
-``docs/figures`` and draws those of ``levels.json``, ``fig2.json`` and ``forward.json`` there.
-``--check`` only says whether the README is up to date (exit code 1 if not).
+``docs/figures`` and draws those of ``levels.json``, ``fig2.json``, ``forward.json``,
+``backward.json`` and ``training.json`` there.
+``--check`` only says whether both pages are up to date (exit code 1 if not).
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import speed
+from benchmarks import loss_curves, speed, speed_backward
 from benchmarks.environment import RESULTS
 from benchmarks.markdown import provenance, table
 from benchmarks.report import stamp
@@ -24,6 +25,7 @@ from fa2_numba.accounting.plots import draw_recorded, save, size
 
 ROOT = RESULTS.parent.parent
 README = ROOT / "README.md"
+COUNTING = ROOT / "docs" / "counting.md"
 FIGURES = ROOT / "docs" / "figures"
 PEER = "torch mem-efficient"
 METHODS = {"standard": 0, "fa1": 1, "fa2": 2}  # in the order of the papers
@@ -145,8 +147,13 @@ def tests_table(records: list[dict[str, Any]]) -> str:
     )
 
 
+def differs(row: dict[str, Any]) -> bool:
+    """Whether a row of a verification has numbers that are not the same."""
+    return bool(row["difference"]) or row.get("predicted", row["counted"]) != row["counted"]
+
+
 def verify_table(record: dict[str, Any]) -> str:
-    """Counted against hardware numbers, added up for each counter."""
+    """Predicted, where that was done, and counted against hardware numbers, by counter."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     shown: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for row in record["rows"]:
@@ -154,22 +161,33 @@ def verify_table(record: dict[str, Any]) -> str:
             groups[row["quantity"], row["op"]].append(row)
         else:
             shown[row["quantity"], row["op"]].append(row["difference"] != 0)
+    with_model = any("predicted" in row for row in record["rows"])
+
+    def predicted(launches: list[dict[str, Any]]) -> str:
+        said = [row for row in launches if "predicted" in row]
+        if len(said) == len(launches):
+            return f"{sum(row['predicted'] for row in said):,}"
+        equal = sum(row["predicted"] == row["counted"] for row in said)
+        return f"{equal:,} of {len(said):,} launches as counted" if said else ""
+
     rows = [
         (
             f"{quantity}, {op}",
             f"`{record['metrics'][f'{quantity} ({op})']}`",
             f"{len(launches):,}",
+            *([predicted(launches)] if with_model else []),
             f"{sum(row['counted'] for row in launches):,}",
             f"{sum(row['hardware'] for row in launches):,}",
-            f"{sum(row['difference'] != 0 for row in launches):,}",
+            f"{sum(map(differs, launches)):,}",
         )
         for (quantity, op), launches in groups.items()
     ]
     equal = record["numbers"] - record["differences"]
     below = (
         f"{equal:,} of {record['numbers']:,} numbers of {record['launches']:,} kernel launches "
-        f"({len(record['cases']):,} cases) are the same integers, counted and read by ncu "
-        f"{record['ncu']}. "
+        f"({len(record['cases']):,} cases) are the same integers, "
+        f"{'predicted where the model speaks of them, ' if with_model else ''}counted and read by "
+        f"ncu {record['ncu']}. "
     )
     if shown:
         told = (
@@ -180,7 +198,36 @@ def verify_table(record: dict[str, Any]) -> str:
     if record["not_compared"]:
         below += f"Not compared: {', '.join(record['not_compared'])}. "
     header = ("", "counter", "launches", "counted", "hardware", "launches that differ")
+    if with_model:
+        header = (*header[:3], "predicted", *header[3:])
     return table(header, rows, f"{below}{provenance(record)}.")
+
+
+# What `benchmarks.verify` records, by file.
+PROVEN = {
+    "verify.json": "readable kernels, forward",
+    "verify_backward.json": "readable kernels, backward",
+    "verify_fa3.json": "`fa3`, forward",
+    "verify_fa3_backward.json": "`fa3`, backward",
+}
+UNRECORDED = "Not recorded yet."
+
+
+def proof_table(folder: Path) -> str:
+    """Which kernels were compared with the hardware's counters, and which not yet."""
+    rows = []
+    for file, what in PROVEN.items():
+        record = load(folder, file)
+        if record is None:
+            rows.append((what, UNRECORDED, "", "", "", ""))
+            continue
+        kernels = sorted({row["kernel"] for row in record["rows"]})
+        numbers = (record[name] for name in ("launches", "numbers", "differences"))
+        counts = (f"{n:,}" for n in numbers)
+        when = f"{record['gpu']}, commit {record['commit']}, {record['date']}"
+        rows.append((what, ", ".join(f"`{kernel}`" for kernel in kernels), *counts, when))
+    header = ("", "kernels", "launches", "numbers compared", "that differ", "recorded")
+    return table(header, rows, "A kernel that is not named here was not compared.")
 
 
 def levels_table(record: dict[str, Any]) -> str:
@@ -326,8 +373,16 @@ GENERATED: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ablation": ("ablation.json", ablation_table),
     "cycles": ("cycles.json", cycles_table),
     "forward": ("forward.json", speed.forward_part),
+    "backward": ("backward.json", speed_backward.backward_part),
+    "training": ("training.json", loss_curves.training_part),
     "long_context": ("long_context.json", speed.long_context_part),
     "sanitizer": ("sanitizer.json", sanitizer_table),
+}
+
+
+# The same of docs/counting.md. Without the record the part says so.
+COUNTED = {
+    name: f"{name}.json" for name in ("verify_fa3", "verify_fa3_backward", "verify_backward")
 }
 
 
@@ -335,19 +390,24 @@ def fill(text: str, name: str, content: str) -> str:
     """Replace what stands between the markers of `name`."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if start not in text or end not in text:
-        raise SystemExit(f"README.md has no {start} ... {end}")
+        raise SystemExit(f"README.md or docs/counting.md has no {start} ... {end}")
     head, rest = text.split(start)
     return f"{head}{start}\n{content}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
-    """Rewrite the README's generated parts."""
+    """Rewrite the generated parts of the README and of docs/counting.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="nvidia-h200")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     folder = RESULTS / options.gpu
     before = text = README.read_text()
+    counting_before = counting = COUNTING.read_text()
+    text = fill(text, "proof", proof_table(folder))
+    for name, file in COUNTED.items():
+        record = load(folder, file)
+        counting = fill(counting, name, verify_table(record) if record else UNRECORDED)
     for name, (file, written) in GENERATED.items():
         if record := load(folder, file):
             text = fill(text, name, written(record))
@@ -360,14 +420,20 @@ def main() -> None:
             sys.exit("report/about.json is of another report: run python -m benchmarks.report")
         text = fill(text, "counts", counts_table(rows, about))
     if options.check:
-        sys.exit(0 if text == before else "README.md is out of date: run make figures")
+        pages = (("README.md", text == before), ("docs/counting.md", counting == counting_before))
+        old = [page for page, current in pages if not current]
+        sys.exit(f"{' and '.join(old)}: out of date; run make figures" if old else 0)
     README.write_text(text)
+    COUNTING.write_text(counting)
     FIGURES.mkdir(parents=True, exist_ok=True)
     for figure in sorted((folder / "report" / "figures").glob("*.svg")):
         shutil.copy(figure, FIGURES / figure.name)
     rows = load(folder, "report/traffic.json") or []
     drawings = draw_recorded(load(folder, "levels.json"), load(folder, "fig2.json"), rows)
-    for drawing in [*drawings, *speed.draw(load(folder, "forward.json"))]:
+    drawings += speed.draw(load(folder, "forward.json"))
+    drawings += speed_backward.draw(load(folder, "backward.json"))
+    drawings += loss_curves.draw(load(folder, "training.json"))
+    for drawing in drawings:
         _, png = save(drawing, FIGURES)
         png.unlink()  # the docs show the SVG
 

@@ -15,8 +15,8 @@ import itertools
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.comparison import REGIMES, extra_bytes, holding, state
 from benchmarks.environment import environment, results_folder, write_record
-from benchmarks.forward import REGIMES, extra_bytes, holding, state
 from fa2_numba.accounting.bench import Cell, take_turns
 
 K = 1024

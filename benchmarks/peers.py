@@ -2,6 +2,7 @@
 
 Every implementation turns the same q, k and v, (B, H, N, d) on the GPU, into a call without
 arguments. What it needs besides (another layout, a block mask) is made before, not in the call.
+Their gradients are in `benchmarks.peers_backward`.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ if TYPE_CHECKING:  # arguments are checked, and records read, where torch is not
 
 DEVICE = "cuda"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}  # ours to torch's name
-Make = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", bool], Call]
+TORCH_DTYPES = {**DTYPES, "fp32": "float32"}
+INPUTS = {"forward": 3, "backward": 4}  # q, k, v; and the gradient of the output
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Implementation:
     name : str
         As rows and arguments name it.
     make : callable ``(q, k, v, causal) -> call``
+        Of the backward pass ``(q, k, v, dout, causal) -> call``.
     output : callable
-        What a call returns, as a tensor (B, H, N, d).
+        What a call returns, as a tensor (B, H, N, d); of the backward pass as three.
     within : callable
         Makes the context in which calls are made.
     rounds : int, optional
@@ -42,17 +45,15 @@ class Implementation:
     """
 
     name: str
-    make: Make
-    output: Callable[[Any], "torch.Tensor"] = lambda out: out
+    make: Callable[..., Call]
+    output: Callable[[Any], Any] = lambda out: out
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     rounds: int | None = None
     sizes: tuple[int, ...] = ()
 
-    def call(
-        self, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool
-    ) -> Callable[[], Any]:
+    def call(self, *inputs: "torch.Tensor", causal: bool) -> Callable[[], Any]:
         """A call that enters its context by itself."""
-        inner = self.make(q, k, v, causal)
+        inner = self.make(*inputs, causal=causal)
 
         def call() -> Any:
             with self.within():
@@ -61,19 +62,17 @@ class Implementation:
         return call
 
 
-def random_inputs(cell: Cell) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-    """q, k and v: random normal numbers, the same each time."""
+def random_inputs(cell: Cell) -> "tuple[torch.Tensor, ...]":
+    """q, k, v and, of a backward cell, dout: random normal numbers, the same each time."""
     import torch
 
     generator = torch.Generator(DEVICE).manual_seed(0)
     shape = (cell.batch, cell.heads, cell.n, cell.d)
-    q, k, v = (
-        torch.randn(
-            shape, device=DEVICE, dtype=getattr(torch, DTYPES[cell.dtype]), generator=generator
-        )
-        for _ in range(3)
+    dtype = getattr(torch, TORCH_DTYPES[cell.dtype])
+    return tuple(
+        torch.randn(shape, device=DEVICE, dtype=dtype, generator=generator)
+        for _ in range(INPUTS[cell.direction])
     )
-    return q, k, v
 
 
 def reason(error: BaseException) -> str:
@@ -81,14 +80,15 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _ours(method: str) -> Make:
+def _ours(method: str) -> Callable[..., Call]:
     def make(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool) -> Call:
         return lambda: fa2_numba.attention(q, k, v, causal=causal, method=method)
 
     return make
 
 
-def _sdpa(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool) -> Call:
+def sdpa(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool) -> Call:
+    """torch's own attention; which kernel it takes is for the context to say."""
     from torch.nn.functional import scaled_dot_product_attention
 
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -109,7 +109,8 @@ def _is_visible(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i >= j
 
 
-def _flex(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool) -> Call:
+def flex(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool) -> Call:
+    """FlexAttention, compiled for the size."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     n, compiled = q.shape[2], _compiled_flex()
@@ -130,7 +131,9 @@ def _heads_first(out: Any) -> "torch.Tensor":
     return O.transpose(1, 2)
 
 
-def _backend(name: str) -> Callable[[], AbstractContextManager[Any]]:
+def backend(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the context in which torch takes this kernel or none."""
+
     def within() -> AbstractContextManager[Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -143,13 +146,13 @@ IMPLEMENTATIONS = {
     each.name: each
     for each in (
         Implementation("fa3", _ours("fa3")),
-        Implementation("cudnn", _sdpa, within=_backend("CUDNN_ATTENTION")),
+        Implementation("cudnn", sdpa, within=backend("CUDNN_ATTENTION")),
         Implementation("fa4", _fa4, output=_heads_first),
-        Implementation("torch-fa2", _sdpa, within=_backend("FLASH_ATTENTION")),
-        Implementation("torch-efficient", _sdpa, within=_backend("EFFICIENT_ATTENTION")),
-        Implementation("flex", _flex, sizes=(1024, 4096, 16384)),
+        Implementation("torch-fa2", sdpa, within=backend("FLASH_ATTENTION")),
+        Implementation("torch-efficient", sdpa, within=backend("EFFICIENT_ATTENTION")),
+        Implementation("flex", flex, sizes=(1024, 4096, 16384)),
         Implementation("fa2", _ours("fa2"), rounds=2),
-        Implementation("torch-math", _sdpa, within=_backend("MATH"), rounds=1),
+        Implementation("torch-math", sdpa, within=backend("MATH"), rounds=1),
         Implementation("standard", _ours("standard"), rounds=2),
         Implementation("fa1", _ours("fa1"), rounds=2),
     )
@@ -160,7 +163,12 @@ COMPILED_BY_SIZE = ("flex",)
 
 
 def warm(name: str, cell: Cell) -> str:
-    """Call an implementation once, which puts what it compiles into its cache on disk.
+    """`call_once` of the implementation of this name."""
+    return call_once(IMPLEMENTATIONS[name], cell)
+
+
+def call_once(implementation: Implementation, cell: Cell) -> str:
+    """Call an implementation, which puts what it compiles into its cache on disk.
 
     Returns
     -------
@@ -170,7 +178,7 @@ def warm(name: str, cell: Cell) -> str:
     import torch
 
     try:
-        IMPLEMENTATIONS[name].call(*random_inputs(cell), cell.causal)()
+        implementation.call(*random_inputs(cell), causal=cell.causal)()
         torch.cuda.synchronize()
     except Exception as error:  # whatever a library raises is recorded when it is its turn
         return reason(error)

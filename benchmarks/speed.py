@@ -1,4 +1,7 @@
-"""What the README shows of forward.json and long_context.json: tables, sentences and figures."""
+"""What the README shows of forward.json and long_context.json: tables, sentences and figures.
+
+`benchmarks.speed_backward` does so for backward.json, with the same pieces.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,24 +21,30 @@ Record = dict[str, Any]
 
 LABELS = {
     "fa3": "fa3",
+    "fa3_backward": "fa3",
+    "fa3_backward_deterministic": "fa3, deterministic",
+    "fa3_autograd": "fa3 through autograd",
     "cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
     "torch-fa2": "FlashAttention-2 (torch)",
     "torch-efficient": "mem-efficient (torch)",
     "flex": "FlexAttention",
     "fa2": "fa2",
+    "fa2_backward": "fa2",
     "fa1": "fa1",
     "standard": "standard",
     "torch-math": "math (torch)",
 }
 COLOURS = {
     "fa3": "#0072b2",
+    "fa3_backward": "#0072b2",
     "cudnn": "#009e73",
     "fa4": "#e69f00",
     "torch-fa2": "#cc79a7",
     "torch-efficient": "#56b4e9",
     "flex": "#f0e442",
     "fa2": "#999999",
+    "fa2_backward": "#999999",
     "fa1": "#bbbbbb",
     "standard": "#d55e00",
     "torch-math": INK,
@@ -52,12 +61,13 @@ def peak(record: Record, regime: str) -> float:
     return max(row["tflops"] for row in record["matrix_product"] if row["regime"] == regime)
 
 
-def _setting(record: Record) -> str:
-    setting, regime = record["setting"], first_regime(record)
+def setting(record: Record) -> str:
+    """What was timed, and how fast a matrix product was in the same run."""
+    given, regime = record["setting"], first_regime(record)
     return (
-        f"{setting['dtype']}, batch x N = {setting['tokens']:,}, hidden size "
-        f"{setting['hidden']:,}, {regime}; medians of turns in one process. A large "
-        f"{setting['dtype']} matrix product ran at {peak(record, regime):.0f} TFLOP/s there"
+        f"{given['dtype']}, batch x N = {given['tokens']:,}, hidden size "
+        f"{given['hidden']:,}, {regime}; medians of turns in one process. A large "
+        f"{given['dtype']} matrix product ran at {peak(record, regime):.0f} TFLOP/s there"
     )
 
 
@@ -111,27 +121,25 @@ def headline_table(record: Record) -> str:
         header,
         lines,
         f"N = {rows[0]['n']:,}, no mask; the table below times some of it again, in other turns. "
-        f"{_setting(record)}. Errors: {rows[0]['rows_compared']} "
+        f"{setting(record)}. Errors: {rows[0]['rows_compared']} "
         f"rows against float64. {provenance(record)}.",
     )
 
 
-def comparison_table(record: Record) -> str:
+def comparison_table(record: Record, ours: str = summary.OURS) -> str:
     """TFLOP/s of each cell, the ratios, and their geometric means."""
-    found = summary.cells(record["rows"], first_regime(record))
+    found, names = summary.cells(record["rows"], first_regime(record)), (ours, *summary.SHOWN)
     lines = []
     for (d, causal, n), speed in found.items():
-        cells = [f"{speed[name]:.0f}" if name in speed else "" for name in summary.SHOWN]
+        cells = [f"{speed[name]:.0f}" if name in speed else "" for name in names]
         for rival in summary.RIVALS:
-            both = {summary.OURS, rival} <= set(speed)
-            cells.append(f"{speed[summary.OURS] / speed[rival]:.2f}" if both else "")
+            both = {ours, rival} <= set(speed)
+            cells.append(f"{speed[ours] / speed[rival]:.2f}" if both else "")
         lines.append((d, "causal" if causal else "full", f"{n:,}", *cells))
-    header = ["d", "mask", "N", *(LABELS[name] for name in summary.SHOWN)]
-    header += [f"{summary.OURS} / {LABELS[rival]}" for rival in summary.RIVALS]
-    said = [f"{sentence}. " for sentence in summary.means(found, LABELS)]
-    return table(
-        header, lines, f"TFLOP/s. {''.join(said)}{_setting(record)}. {provenance(record)}."
-    )
+    header = ["d", "mask", "N", *(LABELS[name] for name in names)]
+    header += [f"{LABELS[ours]} / {LABELS[rival]}" for rival in summary.RIVALS]
+    said = [f"{sentence}. " for sentence in summary.means(found, LABELS, ours)]
+    return table(header, lines, f"TFLOP/s. {''.join(said)}{setting(record)}. {provenance(record)}.")
 
 
 def crossover_sentence(rows: Sequence[Record]) -> str:
@@ -147,11 +155,11 @@ def crossover_sentence(rows: Sequence[Record]) -> str:
     return f"Of N = {smallest:,} and more (d = {rows[0]['d']}, no mask): {told}."
 
 
-def memory_sentence(memory: Record) -> str:
+def memory_sentence(memory: Record, returned: str = "the output is") -> str:
     """What one call allocates."""
     used = (f"{LABELS[r['implementation']]} {size(r['extra_bytes'])}" for r in memory["rows"])
     return (
-        f"Peak memory of one call beyond its inputs, of which the output is "
+        f"Peak memory of one call beyond its inputs, of which {returned} "
         f"{size(memory['output_bytes'])}: {', '.join(used)} ({memory['problem']})."
     )
 
@@ -197,7 +205,7 @@ def draw(record: Record | None) -> list[Drawing]:
     with matplotlib.rc_context(STYLE):
         found = []
         if record and record.get("rows"):
-            found.append(bars(record))
+            found.append(bars(record, "forward", "Forward speed"))
         if record and record.get("crossover"):
             found.append(crossover(record))
     return found
@@ -208,11 +216,11 @@ def _in_order(names: Iterable[str]) -> list[str]:
     return [name for name in LABELS if name in found]
 
 
-def bars(record: Record) -> Drawing:
+def bars(record: Record, name: str, title: str) -> Drawing:
     """TFLOP/s over N, grouped by implementation, a panel for each d and mask; % of the peak."""
     regime = first_regime(record)
     found, best = summary.cells(record["rows"], regime), peak(record, regime)
-    names = _in_order(name for speed in found.values() for name in speed)
+    names = _in_order(each for speed in found.values() for each in speed)
     dims, masks = sorted({d for d, _, _ in found}), sorted({causal for _, causal, _ in found})
     engine = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
     figure = Figure(figsize=(9.6, 1.2 + 2.6 * len(masks)), layout=engine)
@@ -221,10 +229,10 @@ def bars(record: Record) -> Drawing:
         for ax, d in zip(line, dims, strict=True):
             sizes = [n for (e, c, n) in found if (e, c) == (d, causal)]
             width = 0.84 / len(names)
-            for place, name in enumerate(names):
+            for place, each in enumerate(names):
                 x = [i + (place - (len(names) - 1) / 2) * width for i in range(len(sizes))]
-                heights = [found[d, causal, n].get(name, 0.0) for n in sizes]
-                ax.bar(x, heights, width, color=COLOURS[name])
+                heights = [found[d, causal, n].get(each, 0.0) for n in sizes]
+                ax.bar(x, heights, width, color=COLOURS[each])
             ax.axhline(best, color=INK, linewidth=0.9, linestyle=DASHES)
             ax.set_xticks(range(len(sizes)), [length(n) for n in sizes])
             ax.set_title(f"d = {d}, {'causal' if causal else 'full'}")
@@ -238,12 +246,12 @@ def bars(record: Record) -> Drawing:
         line[0].set_ylabel("TFLOP/s")
     for ax in axes[-1]:
         ax.set_xlabel("N")
-    handles: list[Any] = [Patch(facecolor=COLOURS[name], label=LABELS[name]) for name in names]
+    handles: list[Any] = [Patch(facecolor=COLOURS[each], label=LABELS[each]) for each in names]
     handles.append(
         Line2D([], [], color=INK, linewidth=0.9, linestyle=DASHES, label="matrix product, measured")
     )
     figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2)
-    return Drawing("forward", "Forward speed", f"TFLOP/s. {_setting(record)}.", figure)
+    return Drawing(name, title, f"TFLOP/s. {setting(record)}.", figure)
 
 
 def crossover(record: Record) -> Drawing:
@@ -271,5 +279,5 @@ def crossover(record: Record) -> Drawing:
         ax.yaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(loc="outside lower center", ncols=4)
-    caption = f"d = {rows[0]['d']}, no mask. {_setting(record)}."
+    caption = f"d = {rows[0]['d']}, no mask. {setting(record)}."
     return Drawing("crossover", "Tiled against standard attention", caption, figure)

@@ -6,8 +6,9 @@ from typing import Any
 
 Row = dict[str, Any]
 OURS = "fa3"
-RIVALS = ("cudnn", "fa4")  # what fa3 is measured against
-SHOWN = (OURS, "cudnn", "fa4", "torch-fa2")
+RIVALS = ("cudnn", "fa4")  # what ours is measured against
+GRADIENTS = ("dq", "dk", "dv")
+SHOWN = ("cudnn", "fa4", "torch-fa2")  # beside it in tables
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -73,36 +74,38 @@ def cell_name(key: tuple[int, bool, int]) -> str:
 
 
 def means(
-    found: dict[tuple[int, bool, int], Row], labels: Mapping[str, str] | None = None
+    found: dict[tuple[int, bool, int], Row],
+    labels: Mapping[str, str] | None = None,
+    ours: str = OURS,
 ) -> list[str]:
     """One sentence for each rival: the geometric mean of the ratios; last the worst cell."""
-    shown = {name: (labels or {}).get(name, name) for name in (OURS, *RIVALS)}
+    shown = {name: (labels or {}).get(name, name) for name in (ours, *RIVALS)}
     lines = []
     for rival in RIVALS:
-        values = ratios(found, rival)
+        values = ratios(found, rival, ours)
         if values:
             lines.append(
-                f"{shown[OURS]} / {shown[rival]}: geometric mean {geometric_mean(values):.3f} over "
+                f"{shown[ours]} / {shown[rival]}: geometric mean {geometric_mean(values):.3f} over "
                 f"{len(values)} cells, {min(values):.3f} to {max(values):.3f}"
             )
-    if least := worst(found):
+    if least := worst(found, ours=ours):
         ratio, key = least
         rivals = " and ".join(shown[rival] for rival in RIVALS)
         lines.append(
-            f"{shown[OURS]} / the faster of {rivals}: worst {ratio:.3f} ({cell_name(key)})"
+            f"{shown[ours]} / the faster of {rivals}: worst {ratio:.3f} ({cell_name(key)})"
         )
     return lines
 
 
-def table(found: dict[tuple[int, bool, int], Row]) -> list[str]:
+def table(found: dict[tuple[int, bool, int], Row], ours: str = OURS) -> list[str]:
     """Lines for the terminal: TFLOP/s of each cell, and the ratios."""
-    header = [*SHOWN, *(f"/{rival}" for rival in RIVALS)]
-    lines = [f"{'cell':30}" + "".join(f"{name:>10}" for name in header)]
+    header = [ours, *SHOWN, *(f"/{rival}" for rival in RIVALS)]
+    lines = [f"{'cell':30}" + "".join(f"{name:>13}" for name in header)]
     for key, speed in found.items():
-        shown = [f"{speed[name]:.1f}" if name in speed else "-" for name in SHOWN]
+        shown = [f"{speed[name]:.1f}" if name in speed else "-" for name in (ours, *SHOWN)]
         shown += [
-            f"{speed[OURS] / speed[rival]:.3f}" if {OURS, rival} <= set(speed) else "-"
+            f"{speed[ours] / speed[rival]:.3f}" if {ours, rival} <= set(speed) else "-"
             for rival in RIVALS
         ]
-        lines.append(f"{cell_name(key):30}" + "".join(f"{text:>10}" for text in shown))
+        lines.append(f"{cell_name(key):30}" + "".join(f"{text:>13}" for text in shown))
     return lines

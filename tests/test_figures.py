@@ -43,6 +43,25 @@ def verified():
     }  # fmt: skip
 
 
+def predicted():
+    """Two launches: one all the same, one with fewer adds predicted than were counted and read."""
+    kernels = ("backward_rowsum", "fa2_backward_columns")
+    rows = [
+        {"case": 0, "launch": n, "kernel": kernel, "quantity": quantity, "op": "reduction",
+         "counted": 64 * n, "hardware": 64 * n, "difference": 0, **said}
+        for n, kernel in enumerate(kernels)
+        for quantity, said in (
+            ("bytes", {"predicted": 63 * n}), ("sectors", {"predicted": 0} if n == 0 else {})
+        )
+    ]  # fmt: skip
+    metrics = {"bytes (reduction)": "b.sum", "sectors (reduction)": "s.sum"}
+    case = asdict(Case("fa2_backward", "fp32", 1, 1, 1, 8, 8, 4))
+    return {
+        **ABOUT, "ncu": "2025.3", "metrics": metrics, "not_compared": [], "launches": 2,
+        "numbers": 4, "differences": 1, "cases": [case], "rows": rows,
+    }  # fmt: skip
+
+
 def at_levels():
     points = []
     for method, causal, N in (("fa2", False, 4096), ("fa2", False, 1024), ("fa2", True, 1024)):
@@ -127,9 +146,6 @@ def long_context():
     return {**ABOUT, "setting": {"dtype": "bf16", "d": 128}, "rows": [row]}
 
 
-SECTIONS = {"forward": forward(), "long_context": long_context()}  # more than one table each
-
-
 def sanitized():
     return {
         **ABOUT, "compute_sanitizer": "2026.4",
@@ -141,6 +157,54 @@ def sanitized():
     }  # fmt: skip
 
 
+def backward():
+    """Two sizes; the deterministic form takes 1.25 and 2 times as long."""
+    ours, again, readable = "fa3_backward", "fa3_backward_deterministic", "fa2_backward"
+    rows = [timed(ours, 1024, 2.0), timed("cudnn", 1024, 1.6), timed(ours, 2048, 1.0)]
+    errors = {"n": 1024, "rows": 2048, "dk_rms": 2e-3, "dv_rms": 3e-3}
+    accuracy = [
+        {"implementation": name, "d": d, "dq_rms": rms, **errors}
+        for name, d, rms in ((ours, 64, 1e-3), (ours, 128, 4e-3), ("fa4", 64, 1e-3))
+    ]
+    deterministic = [
+        timed(ours, 1024, 1.0),
+        timed(again, 1024, 1.25, equal_bits=True),
+        timed(ours, 2048, 1.0),
+        timed(again, 2048, 2.0, equal_bits=True),
+    ]
+    fp32 = [timed(readable, 1024, 4.0), timed("torch-efficient", 1024, 2.0)]
+    return forward() | {"rows": rows, "accuracy": accuracy, "deterministic": deterministic,
+                        "fp32": fp32, "headline": None, "crossover": None}  # fmt: skip
+
+
+def training():
+    """Ours 0.001 above torch's, torch's other seeds 0.1 and 0.2."""
+    runs = [
+        {"attention": name, "seed": seed, "step_milliseconds": 12.345, "tokens_per_second": 98765,
+         "peak_bytes": 2_500_000, "losses": [5 - 0.01 * n + above for n in range(40)]}
+        for name, seed, above in (
+            ("fa2_numba", 0, 0.001), ("torch, FlashAttention-2", 0, 0.0),
+            ("torch, FlashAttention-2", 1, 0.1), ("torch, FlashAttention-2", 2, 0.2),
+        )
+    ]  # fmt: skip
+    setting = {"layers": 4, "heads": 4, "head_dim": 128, "context": 1024, "batch": 32, "width": 512,
+               "steps": 40, "dtype": "bf16 autocast", "text": "a text",
+               "text_bytes": 1000}  # fmt: skip
+    return {**ABOUT, "setting": setting, "runs": runs,
+            "overlay": figures.loss_curves.overlay(runs)}  # fmt: skip
+
+
+SECTIONS = {  # more than one table, or a heading
+    "forward": forward(),
+    "long_context": long_context(),
+    "backward": backward(),
+    "training": training(),
+}
+DRAWN = {
+    "forward": ["crossover.svg", "forward.svg"],
+    "backward": ["backward.svg"],
+    "training": ["training.svg"],
+}
 RECORDS = {
     "sanitizer": sanitized(),
     "verify": verified(),
@@ -151,15 +215,26 @@ RECORDS = {
 }
 
 
-def parts(text):
+def parts_of(page, name):
+    """`cells` of the part `name` of a page."""
+    return cells(page.split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0])
+
+
+def cells(text):
     """The rows of a Markdown table, the header first, and the paragraph below it."""
     rows, below = text.rstrip("\n").split("\n\n")
     head, rule, *others = rows.splitlines()
-    cells = [[c.strip() for c in line.strip("|").split("|")] for line in (head, *others)]
-    assert rule == "|---" * len(cells[0]) + "|"
-    assert {len(line) for line in cells} == {len(cells[0])}
+    found = [[c.strip() for c in line[1:-1].split("|")] for line in (head, *others)]
+    assert rule == "|---" * len(found[0]) + "|"
+    assert {len(line) for line in found} == {len(found[0])}
+    return found, below
+
+
+def parts(text):
+    """`cells`, and below them where it was measured."""
+    found, below = cells(text)
     assert below.endswith(WHERE)
-    return cells, below
+    return found, below
 
 
 def part(name):
@@ -216,6 +291,17 @@ def test_numbers_of_the_verification_are_added_up_by_counter():
 def test_numbers_that_were_left_out_are_told():
     _, below = part("verify")
     assert re.search(r"\w+ \(\w+\), other than counted in 2 of 2 launches\. Not comp", below)
+
+
+def test_predictions_stand_beside_the_counts():
+    (header, *rows), below = parts(figures.verify_table(predicted()))
+    assert header[2:] == ["launches", "predicted", "counted", "hardware", "launches that differ"]
+    assert rows == [
+        ["bytes, reduction", "`b.sum`", "2", "63", "64", "64", "1"],
+        ["sectors, reduction", "`s.sum`", "2", "1 of 1 launches as counted", "64", "64", "0"],
+    ]
+    assert below.startswith("3 of 4 numbers of 2 kernel launches (1 cases) are the same integers, ")
+    assert "predicted where the model speaks of them, counted and read by ncu 2025.3." in below
 
 
 def test_levels_are_those_of_full_fa2_in_the_order_of_n():
@@ -315,6 +401,60 @@ def test_long_sequences_say_what_is_not_output():
     ]  # fmt: skip
 
 
+def test_gradients_have_a_comparison_errors_and_what_equal_bits_cost():
+    record = SECTIONS["backward"]
+    heading, picture, cells, means, errors, told, equal, fp32, said, memory, host = (
+        figures.speed_backward.backward_part(record).split("\n\n")
+    )
+    assert heading == "## Speed of the gradients on tensor cores"
+    assert "(docs/figures/backward.svg)" in picture
+    (header, *rows), _ = parts(f"{cells}\n\n{means}")
+    assert header[3] == "fa3" and header[-2:] == ["fa3 / cuDNN", "fa3 / FlashAttention-4"]
+    assert rows == [
+        ["64", "full", "1,024", "400", "500", "", "", "0.80", ""],
+        ["64", "full", "2,048", "800", "", "", "", "", ""],
+    ]
+    assert "fa3 / cuDNN: geometric mean 0.800 over 1 cells" in means
+    assert "fa3 / the faster of cuDNN and FlashAttention-4: worst 0.800" in means
+    (_, *rows), _ = parts(f"{errors}\n\n{told}")
+    assert rows == [
+        ["fa3", "64, 128", "4.00e-03", "2.00e-03", "3.00e-03"],
+        ["FlashAttention-4", "64", "1.00e-03", "2.00e-03", "3.00e-03"],
+    ]
+    assert "takes 1.58 times as long (geometric mean of 2 cells, 1.25 to 2.00; d = 64)" in equal
+    assert equal.endswith("the same bits in 2 of 2.")
+    (_, *rows), _ = parts(f"{fp32}\n\n{said}")
+    assert rows == [["64", "full", "1,024", "200.0", "400.0", "0.50"]]
+    assert "of which the gradients are 2.00 MB" in memory
+    assert host.startswith("Host microseconds of one call: fa3 10")
+    (drawing,) = figures.speed_backward.draw(record)
+    assert drawing.name == "backward"
+    (ax,) = drawing.figure.axes
+    assert {round(bar.get_height()) for bar in ax.patches} == {400, 500, 800, 0}
+
+
+def test_gradients_without_any_section_are_a_heading():
+    record = {**ABOUT, "rows": [], "deterministic": [timed("fa3_backward", 1024, 1.0)]}
+    assert figures.speed_backward.backward_part(record).count("\n") == 0
+    assert figures.speed_backward.draw(record) == figures.speed_backward.draw(None) == []
+
+
+def test_training_says_whether_the_curves_are_the_same():
+    heading, picture, rows, below = figures.loss_curves.training_part(SECTIONS["training"]).split(
+        "\n\n"
+    )
+    assert heading == "## Training with it" and "(docs/figures/training.svg)" in picture
+    (_, *rows), below = parts(f"{rows}\n\n{below}")
+    assert rows[0] == ["fa2_numba", "0", "4.7060", "12.35", "98,765", "2.50 MB"]
+    assert "Within the noise of the seed" in below
+    assert "at most 0.0010 apart, in the second half 0.0010; torch's of two seeds" in below
+    assert "at least 0.1000 apart, in the second half up to 0.2000. " in below
+    (drawing,) = figures.loss_curves.draw(SECTIONS["training"])
+    left, right = drawing.figure.axes
+    assert (len(left.lines), len(right.lines)) == (4, 3)
+    assert figures.loss_curves.draw(None) == []
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_record_of_speed_fills_its_part_and_is_drawn(readme, name, monkeypatch):
     (readme.parent / "gpu" / f"{name}.json").write_text(json.dumps(SECTIONS[name]))
@@ -324,7 +464,7 @@ def test_a_record_of_speed_fills_its_part_and_is_drawn(readme, name, monkeypatch
     written = figures.GENERATED[name][1]
     assert f"<!-- {name} -->\n{written(SECTIONS[name])}\n<!-- /{name} -->" in text
     drawn = sorted(path.name for path in (readme.parent / "figures").iterdir())
-    assert drawn == (["crossover.svg", "forward.svg"] if name == "forward" else [])
+    assert drawn == DRAWN.get(name, [])
     monkeypatch.setattr("sys.argv", ["figures", "--gpu", "gpu", "--check"])
     with pytest.raises(SystemExit) as end:
         figures.main()
@@ -336,9 +476,15 @@ def readme(tmp_path, monkeypatch):
     """A README with every marker, and a folder without results."""
     path = tmp_path / "README.md"
     names = [*figures.GENERATED, "tests", "counts"]
-    path.write_text("\n".join(f"<!-- {n} -->\nNot measured yet.\n<!-- /{n} -->" for n in names))
     (tmp_path / "gpu").mkdir()
+    marked = {name: "Not measured yet." for name in names}
+    marked["proof"] = figures.proof_table(tmp_path / "gpu")
+    path.write_text("\n".join(f"<!-- {n} -->\n{x}\n<!-- /{n} -->" for n, x in marked.items()))
+    counting = tmp_path / "counting.md"
+    empty = f"\n{figures.UNRECORDED}\n"
+    counting.write_text("\n".join(f"<!-- {n} -->{empty}<!-- /{n} -->" for n in figures.COUNTED))
     monkeypatch.setattr(figures, "README", path)
+    monkeypatch.setattr(figures, "COUNTING", counting)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(figures, "draw_recorded", lambda *records: [])
@@ -350,6 +496,47 @@ def test_without_records_the_readme_stays_as_it_is(readme):
     before = readme.read_text()
     figures.main()
     assert readme.read_text() == before
+    assert before.count("Not recorded yet.") == len(figures.PROVEN)
+    assert figures.COUNTING.read_text().count("Not recorded yet.") == len(figures.COUNTED)
+
+
+def test_what_is_compared_is_what_the_benchmark_records():
+    from benchmarks.verify import SUITES
+
+    assert [suite.file for suite in SUITES.values()] == list(figures.PROVEN)
+    assert set(figures.COUNTED.values()) == set(figures.PROVEN) - {"verify.json"}
+
+
+def check(monkeypatch):
+    """The exit code of ``--check``, or what it says."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["figures", "--gpu", "gpu", "--check"])
+        with pytest.raises(SystemExit) as end:
+            figures.main()
+    return end.value.code
+
+
+def test_a_record_of_gradients_is_told_on_both_pages_until_it_is_gone(readme, monkeypatch):
+    record, path = predicted(), readme.parent / "gpu" / "verify_backward.json"
+    path.write_text(json.dumps(record))
+    assert check(monkeypatch) == "README.md and docs/counting.md: out of date; run make figures"
+    figures.main()
+    assert check(monkeypatch) == 0
+    (_, *rows), below = parts_of(readme.read_text(), "proof")
+    by_what = {row[0]: row[1:] for row in rows}
+    assert by_what.pop("readable kernels, backward") == [
+        "`backward_rowsum`, `fa2_backward_columns`", "2", "4", "1",
+        "a GPU, commit abc, 2026-01-01",
+    ]  # fmt: skip
+    assert set(map(tuple, by_what.values())) == {("Not recorded yet.", "", "", "", "")}
+    assert below == "A kernel that is not named here was not compared."
+    text = figures.COUNTING.read_text()
+    assert parts_of(text, "verify_backward")[0][1][0] == "bytes, reduction"
+    assert text.count("Not recorded yet.") == len(figures.COUNTED) - 1
+    path.unlink()
+    assert "README.md and docs/counting.md" in check(monkeypatch)
+    figures.main()
+    assert figures.COUNTING.read_text().count("Not recorded yet.") == len(figures.COUNTED)
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -358,9 +545,9 @@ def test_a_record_fills_its_part_alone(readme, name, monkeypatch):
     figures.main()
     text = readme.read_text()
     written = re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", text, re.DOTALL)
-    assert len(written) == text.count("<!-- /") == len(figures.GENERATED) + 2
+    assert len(written) == text.count("<!-- /") == len(figures.GENERATED) + 3
     for other, content in written:
-        assert (content == "Not measured yet.") is (other != name)
+        assert (content == "Not measured yet.") is (other not in (name, "proof"))
     assert parts(dict(written)[name]) == part(name)
     monkeypatch.setattr("sys.argv", ["figures", "--gpu", "gpu", "--check"])
     with pytest.raises(SystemExit) as end:
@@ -370,7 +557,10 @@ def test_a_record_fills_its_part_alone(readme, name, monkeypatch):
 
 def test_the_readme_has_a_place_for_every_part():
     text = (Path(figures.__file__).parent.parent / "README.md").read_text()
-    for name in (*figures.GENERATED, "tests", "counts"):
+    for name in (*figures.GENERATED, "tests", "counts", "proof"):
+        assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
+    text = figures.COUNTING.read_text()
+    for name in figures.COUNTED:
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+comparison = pytest.importorskip("benchmarks.comparison")
 forward = pytest.importorskip("benchmarks.forward")
 long_context = pytest.importorskip("benchmarks.long_context")
 summary = pytest.importorskip("benchmarks.summary")
@@ -53,18 +54,18 @@ def test_what_is_refused_is_named(capsys, argv, message):
 
 
 def test_cells_share_tokens_and_hidden_size():
-    for n, d in itertools.product(forward.SIZES, forward.DIMS):
-        cell = forward.tokens_cell(n, d, False, "bf16")
+    for n, d in itertools.product(forward.SIZES, comparison.DIMS):
+        cell = comparison.tokens_cell(n, d, False, "bf16")
         assert (cell.batch * cell.n, cell.heads * cell.d) == (16384, 2048)
-    cell = forward.tokens_cell(16384, 128, True, "bf16")
+    cell = comparison.tokens_cell(16384, 128, True, "bf16")
     assert (cell.batch, cell.heads, cell.causal) == (1, 16, True)
 
 
 def test_what_is_timed_is_compiled_before():
     given = forward.arguments(["--dims", "64", "--sizes", "2048,1024", "--causal", "causal"])
     jobs = forward.to_compile(given)
-    assert jobs[0] == ("flex", forward.tokens_cell(1024, 64, True, "bf16"))
-    assert ("fa3", forward.tokens_cell(1024, 64, True, "bf16")) in jobs
+    assert jobs[0] == ("flex", comparison.tokens_cell(1024, 64, True, "bf16"))
+    assert ("fa3", comparison.tokens_cell(1024, 64, True, "bf16")) in jobs
     assert {name for name, _ in jobs} == {"flex", "fa3", "fa4", "fa2", "standard", "fa1"}
     assert not [job for job in jobs if job[0] == "standard" and job[1].causal]
 
@@ -82,7 +83,7 @@ class Asleep:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run whose cells are made up: each implementation is as fast as its name is long."""
-    monkeypatch.setattr(forward, "holding", lambda regime: None)
+    monkeypatch.setattr(comparison, "holding", lambda regime: None)
     given = forward.arguments(["--dims", "64", "--sizes", "512,2048", "--causal", "causal"])
     made = forward.Run(given, {"gpu": "g"}, tmp_path / "f.json", Asleep(), time.monotonic())
 
@@ -134,7 +135,7 @@ def test_a_section_that_breaks_does_not_end_the_run(run, monkeypatch):
     monkeypatch.setattr(run, "matrix_product", lambda: None)
     monkeypatch.setattr(run, "headline", breaks)
     run.options.sections = ["headline", "crossover"]
-    forward.measured(run)
+    comparison.measured(run)
     record = json.loads(run.target.read_text())
     assert record["skipped"] == [
         {"section": "headline", "reason": "RuntimeError: an illegal memory access"}
@@ -149,13 +150,13 @@ def test_the_older_methods_stand_beside_what_was_chosen(run):
 
 def test_the_first_calls_of_the_host_do_not_count():
     waits = []
-    times = forward.host_microseconds(lambda: None, lambda: waits.append(1))
-    assert len(times) == forward.HOST_CALLS
-    assert len(waits) == (forward.HOST_CALLS + forward.HOST_SYNC) // forward.HOST_SYNC
+    times = comparison.host_microseconds(lambda: None, lambda: waits.append(1))
+    assert len(times) == comparison.HOST_CALLS
+    assert len(waits) == (comparison.HOST_CALLS + comparison.HOST_SYNC) // comparison.HOST_SYNC
 
 
 def test_quantiles_of_host_times():
-    found = forward.quantiles([float(n) for n in range(1, 101)])
+    found = comparison.quantiles([float(n) for n in range(1, 101)])
     assert found["microseconds"] == 50.5
     assert found["microseconds_p10"] == pytest.approx(10, abs=1)
     assert found["microseconds_p90"] == pytest.approx(90, abs=1)
