@@ -25,11 +25,13 @@ from fa2_numba.ptx import (
     mov_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
+    smem_address,
     stmatrix_x4_trans,
     vote_any,
 )
 from fa2_numba.tile import u32
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
+from fa2_numba.tiling import Ring
 
 THREADS = 128
 LANES = 32
@@ -44,6 +46,16 @@ def first_row(thread):
     """Row of r = 0 among its warpgroup's 64."""
     lane, warp = u32(thread) % u32(LANES), u32(thread) // u32(LANES) % u32(4)
     return u32(16) * warp + lane // u32(4)
+
+
+def places(ring: Ring) -> Any:
+    """``place(n)``: the address of the n-th place of a ring in shared memory, which goes round."""
+
+    @device
+    def place(n):
+        return smem_address(u32(ring.start) + n % u32(ring.places) * u32(ring.size))
+
+    return place
 
 
 def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:

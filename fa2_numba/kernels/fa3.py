@@ -42,6 +42,7 @@ from fa2_numba.warpgroup import (
     first_row,
     online_softmax,
     output_writer,
+    places,
     rescaler,
     row_recomputer,
     score_finisher,
@@ -99,13 +100,7 @@ def build(
     q_stages, kv_stages = rings["Q"].places // consumers, rings["K"].places
 
     def ring(name):
-        start, size, places = rings[name]
-
-        @hbm.device
-        def place(n):
-            return ptx.smem_address(u32(start) + n % u32(places) * u32(size))
-
-        return place
+        return places(rings[name])
 
     q_at, k_at, v_at = ring("Q"), ring("K"), ring("V")
     q_full, q_empty = ring("Q full"), ring("Q empty")

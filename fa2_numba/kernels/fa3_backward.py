@@ -48,6 +48,7 @@ from fa2_numba.warpgroup import (
     first_row,
     gradient_recomputer,
     hidden_finder,
+    places,
     row_tiles_seeing,
     score_gradients,
     score_packer,
@@ -113,13 +114,7 @@ def build(
     stages = rings["Q"].places
 
     def ring(name):
-        start, size, places = rings[name]
-
-        @hbm.device
-        def place(n):
-            return ptx.smem_address(u32(start) + n % u32(places) * u32(size))
-
-        return place
+        return places(rings[name])
 
     k_at, v_at, q_at, do_at, ds_at, dq_at = (ring(n) for n in ("K", "V", "Q", "dO", "dS", "dQ"))
     kv_full = ring("K, V full")

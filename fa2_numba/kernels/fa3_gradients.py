@@ -53,6 +53,7 @@ from fa2_numba.warpgroup import (
     first_row,
     gradient_recomputer,
     hidden_finder,
+    places,
     row_tiles_seeing,
     score_gradients,
     score_packer,
@@ -110,13 +111,7 @@ def build(
     y_stages, w_stages = rings["Y"].places, rings["W"].places
 
     def ring(name):
-        start, size, places = rings[name]
-
-        @hbm.device
-        def place(n):
-            return ptx.smem_address(u32(start) + n % u32(places) * u32(size))
-
-        return place
+        return places(rings[name])
 
     x_at, z_at, y_at, w_at = (ring(n) for n in "XZYW")
     x_full, y_full, y_empty = ring("X, Z full"), ring("Y full"), ring("Y empty")
