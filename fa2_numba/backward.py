@@ -19,7 +19,7 @@ from fa2_numba.kernels import (
 )
 from fa2_numba.launch import Operands, on_device
 from fa2_numba.problem import Problem
-from fa2_numba.tiling import BOX_COLUMNS, HOPPER_BACKWARD, Tiling, acc_bytes
+from fa2_numba.tiling import HOPPER_BACKWARD, Tiling, acc_bytes
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 
@@ -27,7 +27,7 @@ def _fa3(problem: Problem, A: Operands) -> None:
     """Each gradient by itself where they do not fit together; dQ alone to be deterministic."""
     if not problem.B * problem.H:
         return
-    if problem.d > 2 * BOX_COLUMNS:
+    if problem.splits_gradients:
         fa3_gradients.launch(problem, A, "dV", "dK", "dQ")
         return
     fa3_backward.launch(problem, A)

@@ -295,7 +295,6 @@ def _fa3_backward(moves: "_Moves", mask: "_Mask") -> None:
     p, t, tiles = moves.problem, moves.problem.tiling, moves.tiles
     if p.B * p.H * p.N_q * p.N_k == 0:
         return
-    adds_dQ, split = bool(p.adds_dQ), p.d > 2 * BOX_COLUMNS
     rows = Tiling(t.B_r, 4, t.B_r, 4)  # four lanes a row
     one = Pattern.registers(rows)
     width = vector_width(p.dtype)
@@ -309,7 +308,7 @@ def _fa3_backward(moves: "_Moves", mask: "_Mask") -> None:
     keys = Tiling(t.B_c, 4, t.B_c // 2, 4)  # two of its rows to a thread
     gradient = Pattern.accumulators(keys, p.d, p.fa3_gradient_width)
     by_lane, visits = Pattern.copy(t.B_r, 1, WARP), mask.seen_by(t.B_r, t.B_c)
-    if not split:
+    if not p.splits_gradients:
         for array in ("K", "V"):
             tiles(array, "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), heads=p.H_k)
             tiles("d" + array, "epilogue", "store", gradient, heads=p.H_k)
@@ -317,7 +316,7 @@ def _fa3_backward(moves: "_Moves", mask: "_Mask") -> None:
             tiles(array, "load Q_i, dO_i", "load", Boxes.of(t.B_r, p.d), visits)
         for array in ("L", "D"):
             tiles(array, "load Q_i, dO_i", "load", by_lane, visits)
-    if adds_dQ:
+    if p.adds_dQ:
         (B, H, T_r, tile), itemsize = p.layout("dQ_acc").shape, acc_bytes(p.dtype)
         copies, per_warp = B * H * T_r, 4 * WARP
         whole = copies * tile, copies * tile // per_warp, copies * tile * itemsize // SECTOR
@@ -333,7 +332,7 @@ def _fa3_backward(moves: "_Moves", mask: "_Mask") -> None:
 
     stays = Tiling(2 * WARPGROUP_ROWS, 4, WARPGROUP_ROWS, 4)
     B_m, B_x = GRADIENT_ROWS, stays.B_r
-    if split:
+    if p.splits_gradients:
         for name, arrays in (("dV", "K"), ("dK", "KV")):
             for array in arrays:
                 boxes = Boxes.of(B_x, p.d)
@@ -1099,17 +1098,18 @@ def _closed_form_backward(problem: Problem, keys: int, rows: int) -> dict[str, i
 
 def _closed_form_fa3_backward(problem: Problem, rows: int) -> dict[str, int]:
     """`closed_form` of fa3 backward, given the rows that are streamed past its key tiles."""
-    p, t, split = problem, problem.tiling, problem.d > 2 * BOX_COLUMNS
+    p, t = problem, problem.tiling
     N_q, N_k, d = p.N_q, p.N_k, p.d
     if not N_q * N_k:
         return {}
-    passes = 2 if split else 1  # those of Q and dO past the keys: of dV and dK, or of both
+    # Those of Q and dO past the keys: of dV and of dK, or of both.
+    passes = 2 if p.splits_gradients else 1
     once = {"K load": passes * N_k * d, "V load": N_k * d, "dK store": N_k * d, "dV store": N_k * d}
     moved = {"Q load": passes * rows * d, "L load": passes * rows, "D load": rows}
     moved |= {"dO load": (passes * rows + N_q) * d, "O load": N_q * d, "dL load": N_q * p.dlse}
     moved |= {"D store": N_q, "dQ store": N_q * d}
     if p.adds_dQ:
-        tile = t.B_r * ceil_div(d, BOX_COLUMNS) * BOX_COLUMNS
+        tile = p.layout("dQ_acc").shape[-1]
         visits, whole = sum(tiles for _, tiles in row_tiles(p)), t.T_r(N_q) * tile
         moved |= {"dQ_acc atomic": visits * tile, "dQ_acc store": whole, "dQ_acc load": whole}
     else:

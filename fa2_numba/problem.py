@@ -14,6 +14,7 @@ from fa2_numba.tiling import (
     BOX_COLUMNS,
     DTYPE_BYTES,
     VECTOR_BYTES,
+    WHOLE_HEAD_DIM,
     Tiling,
     acc_bytes,
     ceil_div,
@@ -226,7 +227,12 @@ class Problem:
     @property
     def adds_dQ(self) -> bool:
         """Whether fa3 adds dQ up in memory."""
-        return self.method == "fa3_backward" and self.d <= 2 * BOX_COLUMNS
+        return self.method == "fa3_backward" and not self.splits_gradients
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether fa3 has a kernel for each gradient."""
+        return self.d > WHOLE_HEAD_DIM
 
     @property
     def _dQ_acc(self) -> tuple[int, ...]:

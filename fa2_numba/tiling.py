@@ -30,6 +30,7 @@ VECTOR_BYTES = 16  # the widest load or store of one thread
 WARPGROUP_ROWS = 64  # rows of a product of a Hopper warpgroup
 BOX_COLUMNS = 64  # of a box that the hardware copies: 16-bit elements in a row of 128 bytes
 CONSUMER_REGISTERS = {2: 232, 3: 160}  # of a thread of fa3's consumers, by how many there are
+WHOLE_HEAD_DIM = 128  # up to here fa3 has dK_j, dV_j and dQ_i in one kernel
 HOPPER_SHARED_BYTES = 232_448  # of a block on sm_90
 HOPPER_INFO = 128  # bytes of what fa3's producer tells of the row tiles in flight
 
@@ -326,7 +327,7 @@ class Tiling:
         if method == "fa3":
             return self.hopper_layout(d)[1]
         if method.startswith("fa3_backward"):
-            if d > 2 * BOX_COLUMNS:
+            if d > WHOLE_HEAD_DIM:
                 return gradient_layout("dQ", d)[1]
             return self.hopper_backward_layout(d)[1]
         if method == "standard":

@@ -17,10 +17,12 @@ from fa2_numba.formats import LOG2_E, Format
 from fa2_numba.hbm import device
 from fa2_numba.masking import tile_functions
 from fa2_numba.ptx import (
+    PATTERN_BYTES,
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
     ex2_approx_ftz_f32,
     ld_shared_v2_f32,
+    matrix_descriptor,
     max_f32,
     mov_b32,
     rcp_approx_ftz_f32,
@@ -56,6 +58,18 @@ def places(ring: Ring) -> Any:
         return smem_address(u32(ring.start) + n % u32(ring.places) * u32(ring.size))
 
     return place
+
+
+@device
+def across(address):
+    """Descriptor of a matrix whose rows are rows of boxes."""
+    return matrix_descriptor(address, 0, PATTERN_BYTES)
+
+
+@device
+def along(address, box_bytes):
+    """Descriptor of a matrix in boxes of that size, where products add up over their rows."""
+    return matrix_descriptor(address, box_bytes, PATTERN_BYTES)
 
 
 def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
@@ -291,7 +305,7 @@ def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
 
 
 # Heads whose tiles go by length together: 66 share out evenly over 132 SMs, and what they read is
-# in L2 where it is short (docs/decisions/0017-row-tiles.md).
+# in L2 where it is short (docs/decisions/0017-row-tiles-of-fa3.md).
 SECTION = 66
 
 
@@ -357,6 +371,15 @@ def hidden_finder(n: int, rule: Any, keys_in_rows: bool) -> Any:
     elementwise = rule.elementwise
 
     @device
+    def mark(hidden, x, mask_args, b, h, i, lo, hi, j):
+        """Set the bit of score x, of position i and key j, unless the row sees the key."""
+        sees = lo <= j and j < hi
+        if elementwise and sees:
+            sees = visible(mask_args, b, h, i, j)
+        if not sees:
+            hidden[x // 32] |= u32(1 << (x % 32))
+
+    @device
     def find(hidden, mask_args, b, h, row, key, N_q, N_k):
         for word in range(-(-n // 64)):
             hidden[word] = u32(0)
@@ -365,25 +388,15 @@ def hidden_finder(n: int, rule: Any, keys_in_rows: bool) -> Any:
                 for e in range(2):
                     i, lo, hi = row_bounds(mask_args, b, h, row + 8 * k + e, N_q, N_k)
                     for r in range(2):
-                        j = key + 8 * r
-                        sees = lo <= j and j < hi
-                        if elementwise and sees:
-                            sees = visible(mask_args, b, h, i, j)
-                        if not sees:
-                            x = 4 * k + 2 * r + e
-                            hidden[x // 32] |= u32(1 << (x % 32))
+                        x = 4 * k + 2 * r + e
+                        mark(hidden, x, mask_args, b, h, i, lo, hi, key + 8 * r)
         else:
             for r in range(2):
                 i, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
                 for k in range(n // 8):
                     for e in range(2):
-                        j = key + 8 * k + e
-                        sees = lo <= j and j < hi
-                        if elementwise and sees:
-                            sees = visible(mask_args, b, h, i, j)
-                        if not sees:
-                            x = 4 * k + 2 * r + e
-                            hidden[x // 32] |= u32(1 << (x % 32))
+                        x = 4 * k + 2 * r + e
+                        mark(hidden, x, mask_args, b, h, i, lo, hi, key + 8 * k + e)
         for word in range(-(-n // 64)):
             # The compiler would else make a case of its own of each tile of which it knows all.
             hidden[word] = np.uint32(mov_b32(np.int32(hidden[word])))
@@ -392,13 +405,12 @@ def hidden_finder(n: int, rule: Any, keys_in_rows: bool) -> Any:
 
 
 def score_packer(n: int, dtype: str) -> tuple[Any, Any]:
-    """``pack(X, packed)``: 64 x n rounded to 16 bits, an A of n k; ``hide(packed, hidden)``."""
-    pack_two = PACK[dtype]
+    """``round_scores(X, packed, hidden)``: 64 x n in 16 bits, an A of n k.
 
-    @device
-    def pack(X, packed):
-        for k in range(n // 4):
-            packed[k] = pack_two(X[2 * k + 1], X[2 * k])
+    And ``hide(packed, hidden)``, which is its second half. Those whose bit of `hidden` is set
+    become 0; if none is, ``hidden[0]`` must be 0.
+    """
+    pack_two = PACK[dtype]
 
     @device
     def hide(packed, hidden):
@@ -408,7 +420,14 @@ def score_packer(n: int, dtype: str) -> tuple[Any, Any]:
             kept = u32(0xFFFF) * (bits & u32(1)) | u32(0x7FFF8000) * (bits & u32(2))
             packed[k] = packed[k] & kept
 
-    return pack, hide
+    @device
+    def round_scores(X, packed, hidden):
+        for k in range(n // 4):
+            packed[k] = pack_two(X[2 * k + 1], X[2 * k])
+        if mov_b32(np.int32(hidden[0])):
+            hide(packed, hidden)
+
+    return round_scores, hide
 
 
 def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, Any]:
@@ -534,6 +553,54 @@ def zero_times(n: int) -> Any:
     return product
 
 
+def rows_by_lanes(d: int, fmt: Format) -> tuple[Any, Any, Any]:
+    """What a warp does with rows of d elements in memory.
+
+    A lane has the columns lane, lane + 32, ...
+
+    Returns
+    -------
+    dot : device function ``(A, B, b, h_a, row_a, h_b, row_b)``
+        The product of a row of A and one of B, in all lanes.
+    is_finite : device function ``(A, b, h, row)``
+        Whether all elements of the row are.
+    add : device function ``(acc, x, A, b, h, row)``
+        acc += x times the row.
+    """
+    to_acc = fmt.to_acc
+    own = -(-d // LANES)
+
+    @device
+    def dot(A, B, b, h_a, row_a, h_b, row_b):
+        lane = np.int64(cuda.laneid)
+        s = ZERO
+        for k in range(own):
+            column = lane + LANES * k
+            if column < d:
+                s += to_acc(A[b, h_a, row_a, column]) * to_acc(B[b, h_b, row_b, column])
+        for bit in range(5):
+            s += shfl_bfly(s, 1 << bit)
+        return s
+
+    @device
+    def is_finite(A, b, h, row):
+        lane = np.int64(cuda.laneid)
+        x = ZERO
+        for k in range(own):
+            if lane + LANES * k < d:
+                x += to_acc(A[b, h, row, lane + LANES * k]) * ZERO
+        return not vote_any(x != ZERO)
+
+    @device
+    def add(acc, x, A, b, h, row):
+        lane = np.int64(cuda.laneid)
+        for k in range(own):
+            if lane + LANES * k < d:
+                acc[k] += x * to_acc(A[b, h, row, lane + LANES * k])
+
+    return dot, is_finite, add
+
+
 def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
     """``recompute(Q, K, V, O, L, scale, mask_args, state, b, h, h_k, first, N_q, N_k)``.
 
@@ -543,30 +610,19 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
     """
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
     _, changed = change.functions(device, np.float32)
-    to_acc, from_acc, exp, log = fmt.to_acc, fmt.from_acc, fmt.exp, fmt.log
-    own = -(-d // LANES)  # columns of a lane: lane, lane + 32, ...
+    from_acc, exp, log = fmt.from_acc, fmt.exp, fmt.log
+    own = -(-d // LANES)  # columns of a lane
+    dot, is_finite, add = rows_by_lanes(d, fmt)
 
     @device
     def score(Q, K, scale, state, b, h, h_k, row, i, j):
-        lane = np.int64(cuda.laneid)
-        s = ZERO
-        for k in range(own):
-            column = lane + LANES * k
-            if column < d:
-                s += to_acc(Q[b, h, row, column]) * to_acc(K[b, h_k, j, column])
-        for bit in range(5):
-            s += shfl_bfly(s, 1 << bit)
-        return changed(state, i, j, s * scale)
+        return changed(state, i, j, dot(Q, K, b, h, row, h_k, j) * scale)
 
     @device
     def recompute(Q, K, V, O, L, scale, mask_args, state, b, h, h_k, first, N_q, N_k):
         lane = np.int64(cuda.laneid)
         for row in range(first, min(first + 16, N_q)):
-            x = ZERO
-            for k in range(own):
-                if lane + LANES * k < d:
-                    x += to_acc(O[b, h, row, lane + LANES * k]) * ZERO
-            if vote_any(x != ZERO):
+            if not is_finite(O, b, h, row):
                 i, lo, hi = row_bounds(mask_args, b, h, row, N_q, N_k)
                 m, l = NEG_INF, ZERO
                 for j in range(lo, hi):
@@ -579,9 +635,7 @@ def row_recomputer(d: int, rule: Any, change: Any, fmt: Format) -> Any:
                     if visible(mask_args, b, h, i, j):
                         p = exp(score(Q, K, scale, state, b, h, h_k, row, i, j) - m)
                         l += p
-                        for k in range(own):
-                            if lane + LANES * k < d:
-                                acc[k] += p * to_acc(V[b, h_k, j, lane + LANES * k])
+                        add(acc, p, V, b, h_k, j)
                 for k in range(own):
                     if lane + LANES * k < d:
                         o = acc[k] / l if l != ZERO else ZERO
@@ -609,20 +663,9 @@ def gradient_recomputer(gradient: str, d: int, rule: Any, change: Any, fmt: Form
     prepare, changed = change.functions(device, np.float32)
     derivative = change.derivative(device, np.float32)
     DERIVED = derivative is not None
-    to_acc, from_acc, exp = fmt.to_acc, fmt.from_acc, fmt.exp
-    own = -(-d // LANES)  # columns of a lane: lane, lane + 32, ...
-
-    @device
-    def dot(A, B, b, h_a, row_a, h_b, row_b):
-        lane = np.int64(cuda.laneid)
-        s = ZERO
-        for k in range(own):
-            column = lane + LANES * k
-            if column < d:
-                s += to_acc(A[b, h_a, row_a, column]) * to_acc(B[b, h_b, row_b, column])
-        for bit in range(5):
-            s += shfl_bfly(s, 1 << bit)
-        return s
+    from_acc, exp = fmt.from_acc, fmt.exp
+    own = -(-d // LANES)  # columns of a lane
+    dot, is_finite, add = rows_by_lanes(d, fmt)
 
     @device
     def factor(Q, K, V, dO, L, D, scale, state, b, h, h_k, row, i, j):
@@ -634,22 +677,6 @@ def gradient_recomputer(gradient: str, d: int, rule: Any, change: Any, fmt: Form
             return p
         ds = p * (dot(dO, V, b, h, row, h_k, j) - D[b, h, row])
         return ds * scale * derivative(state, i, j, s) if DERIVED else ds * scale
-
-    @device
-    def is_finite(A, b, h, row):
-        lane = np.int64(cuda.laneid)
-        x = ZERO
-        for k in range(own):
-            if lane + LANES * k < d:
-                x += to_acc(A[b, h, row, lane + LANES * k]) * ZERO
-        return not vote_any(x != ZERO)
-
-    @device
-    def add(acc, x, A, b, h, row):
-        lane = np.int64(cuda.laneid)
-        for k in range(own):
-            if lane + LANES * k < d:
-                acc[k] += x * to_acc(A[b, h, row, lane + LANES * k])
 
     @device
     def sum_row(Q, K, V, dO, L, D, acc, scale, mask_args, score_args, b, h, group, row, N_q, N_k):

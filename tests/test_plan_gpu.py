@@ -147,6 +147,20 @@ def checked(*args: Any, **options: Any) -> tuple[bytes, ...]:
 # ---- the same bits ------------------------------------------------------------------------------
 
 
+def in_threads(work: Any, count: int) -> None:
+    """``work(n)`` for each n, all at once, each interrupted as often as can be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize(("method", "shape", "dtype"), REPLAYED, ids=str)
 def test_a_replay_gives_the_bits_of_the_checked_way(
     library: Library, replayed: list[Any], method: str, shape: tuple[int, ...], dtype: str
@@ -324,16 +338,7 @@ def test_threads(library: Library, replayed: list[Any], method: str) -> None:
                 results[n].append(api.attention(*calls[n], method=method, return_lse=True))
             library.synchronize()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(work, len(calls))
     assert len(replayed) == 4 * 100
     for n, mine in enumerate(results):
         assert len(mine) == 100 and {bits(result) for result in mine} == {want[n]}
@@ -668,16 +673,7 @@ def test_gradients_in_threads(library: Library, replayed: list[Any], method: str
                 results[n].append(backward.attention_backward(**calls[n], **options))
             library.synchronize()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(work, len(calls))
     assert len(replayed) == 4 * 50
     for n, mine in enumerate(results):
         assert len(mine) == 50

@@ -39,6 +39,8 @@ from fa2_numba.warpgroup import (
     SECTION,
     THREADS,
     ZERO,
+    across,
+    along,
     first_row,
     online_softmax,
     output_writer,
@@ -202,26 +204,16 @@ def build(
     # ---- the consumers --------------------------------------------------------------------------
 
     @hbm.device
-    def rows_at(address):
-        """Descriptor of a Q_i or K_j: its rows are rows of boxes."""
-        return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
-
-    @hbm.device
-    def columns_at(address):
-        """Descriptor of a V_j: what products add up over are rows of boxes."""
-        return ptx.matrix_descriptor(address, k_box, ptx.PATTERN_BYTES)
-
-    @hbm.device
     def multiply(S, P, acc, slot, step, group):
         """Start S = Q K^T of this step and O += P V of the last; S is complete on return."""
         last = u32(step - u32(1))
         ptx.mbarrier_try_wait_parity(k_full(step), step // u32(kv_stages) & u32(1))
         ptx.bar_sync(group, 2 * THREADS)  # my turn
         fence(S, acc, P)
-        multiply_QK(S, rows_at(q_at(slot)), rows_at(k_at(step)), 0)
+        multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
         ptx.wgmma_commit_group()
         ptx.mbarrier_try_wait_parity(v_full(last), last // u32(kv_stages) & u32(1))
-        multiply_PV(acc, P, 0, columns_at(v_at(last)), 1)
+        multiply_PV(acc, P, 0, along(v_at(last), k_box), 1)
         ptx.wgmma_commit_group()
         following = u32(1) if group == u32(consumers) else u32(group + u32(1))
         ptx.bar_arrive(following, 2 * THREADS)  # the next consumer's turn
@@ -351,7 +343,7 @@ def build(
             full_begin, full_tiles = info[n, FULL_BEGIN], info[n, FULL_TILES]
             ptx.mbarrier_try_wait_parity(k_full(step), 0)
             fence_S(S)
-            multiply_QK(S, rows_at(q_at(slot)), rows_at(k_at(step)), 0)
+            multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
             ptx.wgmma_commit_group()
             if group == u32(consumers):
                 ptx.bar_arrive(1, 2 * THREADS)  # the first turn is the first consumer's
@@ -433,7 +425,7 @@ def build(
             # The last P V has no S beside it.
             ptx.mbarrier_try_wait_parity(v_full(step), step // u32(kv_stages) & u32(1))
             fence_O_P(acc, P)
-            multiply_PV(acc, P, 0, columns_at(v_at(step)), 1)
+            multiply_PV(acc, P, 0, along(v_at(step), k_box), 1)
             ptx.wgmma_commit_group()
             wait_last_O(acc, P)
             leaked += zero_of(acc)

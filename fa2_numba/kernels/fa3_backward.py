@@ -44,6 +44,8 @@ from fa2_numba.warpgroup import (
     SECTION,
     THREADS,
     ZERO,
+    across,
+    along,
     clearer,
     first_row,
     gradient_recomputer,
@@ -163,7 +165,7 @@ def build(
     seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
     find_hidden = hidden_finder(B_r, rule, keys_in_rows=True)
     make_P, make_dS, make_both = score_gradients(B_r, True, change)
-    pack, hide = score_packer(B_r, dtype)
+    round_scores, _ = score_packer(B_r, dtype)
     store_dS, zero_of = transposed_storer(B_r), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     clear_S, clear_dQ, clear_dK = clearer(in_S), clearer(in_dQ), clearer(in_dK)
@@ -181,21 +183,6 @@ def build(
         return outside
 
     # ---- products -------------------------------------------------------------------------------
-
-    @hbm.device
-    def across(address):
-        """Descriptor of a matrix whose rows are rows of boxes."""
-        return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
-
-    @hbm.device
-    def along_rows(address):
-        """Descriptor of a Q_i or dO_i, where products add up over the query rows."""
-        return ptx.matrix_descriptor(address, row_box, ptx.PATTERN_BYTES)
-
-    @hbm.device
-    def along_keys(address):
-        """Descriptor of K_j, where products add up over the keys."""
-        return ptx.matrix_descriptor(address, key_box, ptx.PATTERN_BYTES)
 
     @hbm.device
     def start_S(S, me, step):
@@ -216,13 +203,13 @@ def build(
     @hbm.device
     def start_dV(dV, P, step):
         fence_dK(dV, P)
-        multiply_dK(dV, P, 0, along_rows(do_at(step)), 1)
+        multiply_dK(dV, P, 0, along(do_at(step), row_box), 1)
         ptx.wgmma_commit_group()
 
     @hbm.device
     def start_dK(dK, dS, step):
         fence_dK(dK, dS)
-        multiply_dK(dK, dS, 0, along_rows(q_at(step)), 1)
+        multiply_dK(dK, dS, 0, along(q_at(step), row_box), 1)
         ptx.wgmma_commit_group()
 
     @hbm.device
@@ -237,7 +224,7 @@ def build(
         mine = me * u32(key_box if boxes == 2 else 2 * dQ_columns)  # my columns of K_j
         clear_dQ(dQ)
         fence_dQ(dQ)
-        multiply_dQ(dQ, across(ds_at(step)), along_keys(k_at(u32(0)) + mine), 0)
+        multiply_dQ(dQ, across(ds_at(step)), along(k_at(u32(0)) + mine, key_box), 0)
         ptx.wgmma_commit_group()
 
     # ---- dQ to memory ---------------------------------------------------------------------------
@@ -271,12 +258,6 @@ def build(
             row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column)
             b, h = info[at, BATCH], info[at, HEAD]
             find_hidden(hidden, mask_args, b, h, row, np.int64(key), N_q, N_k)
-
-    @hbm.device
-    def round_scores(X, packed, hidden):
-        pack(X, packed)
-        if ptx.mov_b32(np.int32(hidden[0])):
-            hide(packed, hidden)
 
     @hbm.device
     def L_of(step, column):

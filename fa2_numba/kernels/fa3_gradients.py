@@ -49,6 +49,8 @@ from fa2_numba.warpgroup import (
     SECTION,
     THREADS,
     ZERO,
+    across,
+    along,
     clearer,
     first_row,
     gradient_recomputer,
@@ -147,7 +149,7 @@ def build(
     seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
     find_hidden = hidden_finder(B_m, rule, of_keys)
     make_P, make_dS, make_both = score_gradients(B_m, of_keys, change)
-    pack, hide = score_packer(B_m, dtype)
+    round_scores, _ = score_packer(B_m, dtype)
     clear_S, clear_acc, zero_of = clearer(in_S), clearer(in_acc), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     load_X, load_Y = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (STAYING, B_m))
@@ -183,16 +185,6 @@ def build(
     # ---- products -------------------------------------------------------------------------------
 
     @hbm.device
-    def across(address):
-        """Descriptor of a matrix whose rows are rows of boxes."""
-        return ptx.matrix_descriptor(address, 0, ptx.PATTERN_BYTES)
-
-    @hbm.device
-    def along(address):
-        """Descriptor of a Y or W, where products add up over its rows."""
-        return ptx.matrix_descriptor(address, y_box, ptx.PATTERN_BYTES)
-
-    @hbm.device
     def start_S(S, me, step):
         mine = me * u32(ROWS * ptx.ROW_BYTES)  # my 64 rows in each box
         clear_S(S)
@@ -216,10 +208,10 @@ def build(
     @hbm.device
     def start_acc(acc, P, step):
         if from_dS:
-            B = along(y_at(step))
+            B = along(y_at(step), y_box)
         else:
             wait_W(step)
-            B = along(w_at(step))
+            B = along(w_at(step), y_box)
         fence_acc(acc, P)
         multiply_acc(acc, P, 0, B, 1)
         ptx.wgmma_commit_group()
@@ -236,12 +228,6 @@ def build(
             b, h = info[at, BATCH], info[at, HEAD]
             row, key = (first, np.int64(mine)) if of_keys else (np.int64(mine), first)
             find_hidden(hidden, mask_args, b, h, row, key, N_q, N_k)
-
-    @hbm.device
-    def round_scores(X, packed, hidden):
-        pack(X, packed)
-        if ptx.mov_b32(np.int32(hidden[0])):
-            hide(packed, hidden)
 
     @hbm.device
     def L_of(step, column):
