@@ -19,7 +19,7 @@ from fa2_numba.kernels import (
 )
 from fa2_numba.launch import Operands, on_device
 from fa2_numba.problem import Problem
-from fa2_numba.tiling import HOPPER_BACKWARD, Tiling, acc_bytes
+from fa2_numba.tiling import Tiling, acc_bytes, hopper_backward
 from fa2_numba.traffic import SharedTraffic, Traffic
 
 
@@ -296,7 +296,7 @@ class _BackwardShape(api._Shape):
         return (*super()._boxed(queries, keys), ("dO", queries))
 
     def _hopper_tiling(self) -> Tiling:
-        return HOPPER_BACKWARD
+        return hopper_backward(self.d)
 
     def change(self, *how: Any) -> None:
         """Set mask and score change from the arguments."""

@@ -345,9 +345,9 @@ class Tiling:
                     f"tiling: {self} needs about {registers} registers a thread for method=fa3, "
                     f"d={d}; a thread may have {most}"
                 )
-        if method.startswith("fa3_backward") and self != HOPPER_BACKWARD:
+        if method.startswith("fa3_backward") and self != hopper_backward(d):
             raise ValueError(
-                f"tiling: got {self} with method=fa3, accepted backward: {HOPPER_BACKWARD}"
+                f"tiling: got {self} with method=fa3, accepted backward: {hopper_backward(d)}"
             )
         need = self.shared_bytes(d, dtype, method)
         if need > shared_limit:
@@ -453,8 +453,9 @@ def choose(d: int, dtype: str, method: str, shared_limit: int, plain: bool = Tru
     )
 
 
-# Of fa3_backward: 64 keys for each of two warpgroups, 64 query rows a step.
-HOPPER_BACKWARD = Tiling(64, 128, 64, 4)
+def hopper_backward(d: int) -> Tiling:
+    """Tiling of fa3, backward: 64 keys for each of two warpgroups, 64 or 128 query rows a step."""
+    return Tiling(128 if d <= BOX_COLUMNS else 64, 128, 64, 4)
 
 
 GRADIENT_ROWS = 64  # rows of a step of fa3's kernels of one gradient

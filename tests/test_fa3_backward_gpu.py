@@ -19,7 +19,7 @@ from test_fa3_gpu import bits, dtype_of, need, one_worker, same
 from test_fa3_gpu import torch as torch
 
 from fa2_numba import backward, io_model, traffic
-from fa2_numba.tiling import HOPPER_BACKWARD, ceil_div
+from fa2_numba.tiling import ceil_div, hopper_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -385,7 +385,7 @@ def test_what_memory_it_needs(
     torch.cuda.reset_peak_memory_stats()
     got = [*run(given, **how)]
     torch.cuda.synchronize()
-    H, tile = H_k * group, HOPPER_BACKWARD.B_r * ceil_div(d, 64) * 64
+    H, tile = H_k * group, hopper_backward(d).B_r * ceil_div(d, 64) * 64
     sizes = [x.numel() * x.element_size() for x in got] + [4 * B * H * n_q]
     if not deterministic and d <= 128:
         sizes.append(4 * B * H * ceil_div(n_q, 64) * tile)

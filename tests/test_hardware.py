@@ -21,7 +21,7 @@ from fa2_numba.accounting.hardware import COUNTERS, Case, HardwareError, NotPerm
 from fa2_numba.accounting.inputs import DTYPES
 from fa2_numba.cli import main
 from fa2_numba.problem import METHODS, METHODS_BACKWARD, PORTABLE_BACKWARD, Problem
-from fa2_numba.tiling import HOPPER_BACKWARD, choose_hopper
+from fa2_numba.tiling import choose_hopper, hopper_backward
 
 on_simulator = pytest.mark.skipif(
     not simulator.ACTIVE, reason="runs on the simulator: NUMBA_ENABLE_CUDASIM=1"
@@ -526,7 +526,7 @@ def test_adds_of_fa3_are_those_of_the_copy_unit():
 
 
 def test_local_memory_of_the_gradients_of_fa3_is_shown_and_not_compared():
-    p = Problem("fa3_backward", "bf16", 1, 1, 1, 64, 64, 128, HOPPER_BACKWARD)
+    p = Problem("fa3_backward", "bf16", 1, 1, 1, 64, 64, 128, hopper_backward(128))
     local = [c for c in COUNTERS if c.op in verify.LOCAL]
     assert len(local) == 2
     for kernel, exact in (("fa3_backward", False), ("fa3_backward_finish", True)):

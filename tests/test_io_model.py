@@ -21,7 +21,7 @@ from fa2_numba.kernels import fa1, fa2, standard, tile_map
 from fa2_numba.launch import Operands
 from fa2_numba.masking import Mask, Score
 from fa2_numba.problem import METHODS_BACKWARD, PORTABLE, PORTABLE_BACKWARD, Layout, Problem
-from fa2_numba.tiling import HOPPER_BACKWARD, Tiling, acc_bytes
+from fa2_numba.tiling import Tiling, acc_bytes, hopper_backward
 
 LAUNCH: dict[str, Any] = {"standard": standard.launch, "fa1": fa1.launch, "fa2": fa2.launch}
 LAUNCH |= dict.fromkeys(METHODS_BACKWARD, backward.launch)
@@ -372,7 +372,7 @@ def test_walking_the_warps_of_fa2_gives_the_same() -> None:
 )
 def test_a_million_rows_take_no_time(method: str, mask: Mask) -> None:
     N = 2**20 - 3
-    tiling = HOPPER_BACKWARD if method.startswith("fa3_") else Tiling(64, 64, 8, 16)
+    tiling = hopper_backward(128) if method.startswith("fa3_") else Tiling(64, 64, 8, 16)
     p = Problem(method, "fp16", 2, 16, 4, N, N, 128, tiling, mask)
     start = time.perf_counter()
     rows = io_model.predict(p)
@@ -409,7 +409,7 @@ def fa3_problems(draw: Any) -> Problem:
     H_k, mask = draw(pick((1, 2))), draw(pick(PLAIN_MASKS))
     N_q, N_k = draw(st.integers(1, 500)), draw(st.integers(1, 500))
     d = draw(pick((8, 64, 72, 128, 136, 256)))
-    sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, d, HOPPER_BACKWARD)
+    sizes = (draw(pick((1, 3))), H_k * draw(pick((1, 4))), H_k, N_q, N_k, d, hopper_backward(d))
     method = draw(pick(("fa3_backward", "fa3_backward_deterministic")))
     return Problem(method, draw(pick(("fp16", "bf16"))), *sizes, mask, dlse=draw(st.booleans()))
 

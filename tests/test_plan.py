@@ -35,7 +35,7 @@ from fa2_numba import (
 )
 from fa2_numba.accounting.launches import watched
 from fa2_numba.problem import Layout, Problem
-from fa2_numba.tiling import HOPPER_BACKWARD, Tiling
+from fa2_numba.tiling import Tiling, hopper_backward
 
 CONTEXT = 77  # the handle of the device's context
 ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4}
@@ -1346,7 +1346,7 @@ def test_maps_of_gradients_are_found_for_each_call(
     monkeypatch.setattr(tensor_map, "simulator", SimpleNamespace(ACTIVE=False))
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0), raising=False)
     monkeypatch.setattr(backward._BackwardShape, "_fa3_error", lambda self: None)
-    monkeypatch.setattr(backward._BackwardShape, "_tiling", lambda self: HOPPER_BACKWARD)
+    monkeypatch.setattr(backward._BackwardShape, "_tiling", lambda self: hopper_backward(self.d))
     f = WITH_DLSE if with_dlse else GRADIENTS
 
     def call() -> dict[str, Any]:

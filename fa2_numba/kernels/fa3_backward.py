@@ -4,7 +4,8 @@ FlashAttention-2's Algorithm 2 (Dao 2023, arXiv:2307.08691) in the manner of Sha
 arXiv:2407.08608: copies, products and exponentials side by side.
 
 Grid       a block for each key tile j of each key/value head of each batch, which goes through the
-           query heads that read the tile and the row tiles i that see its keys.
+           query heads that read the tile and the row tiles i that see its keys. Last rows first:
+           under a causal mask, blocks that start together then meet at the same Q_i, dO_i and dQ_i.
 HBM        reads K_j and V_j once, Q_i and dO_i for each step, in boxes that the hardware copies,
            and L_i and D_i; adds dQ_i to what is there, a tile at a time; writes dK_j and dV_j once.
            Rows that are not finite are computed again at the end, pair by pair, so that a masked
@@ -14,12 +15,14 @@ Shared     K_j, V_j (B_c x d); rings of Q_i, dO_i (B_r x d), L_i, D_i, dS_ij and
 Registers  a consumer's thread: its parts of 64 keys' S^T, dP^T, P^T and dS^T (16 bits), dK_j, dV_j,
            and of dQ_i.
 
-The first warpgroup only loads: the producer. Each of the other two, the consumers, has 64 of the
-keys. So S^T = K_j Q_i^T and dP^T = V_j dO_i^T have keys in rows, and P^T and dS^T are what
-dV_j += P^T dO_i and dK_j += dS^T Q_i take from registers. dQ_i = dS K_j adds up over the keys of
-both consumers: it takes dS_ij from shared memory, a step later, when both have put theirs there;
-each of them computes half of its columns. In a step, the exponentials run beside dP^T, and dS
-beside dV_j.
+The first warpgroup is the producer: a warp each copies K_j and every Q_i; V_j and every dO_i; L_i
+and D_i; and dQ_i to memory. Each of the other two, the consumers, has 64 of the keys. So
+S^T = K_j Q_i^T and dP^T = V_j dO_i^T have keys in rows, and P^T and dS^T are what
+dV_j += P^T dO_i and dK_j += dS^T Q_i take from registers. These are computed for 64 rows at a time;
+a tile of d up to 64 has two such halves. dQ_i = dS K_j adds up over the keys of both consumers:
+when both have put their dS_ij into shared memory, each of them computes 64 x 64 of dQ_i and puts it
+there too; the whole tile is sent a step later. Beside the exponentials runs dP^T, beside dS runs
+dV_j, beside the meeting dK_j, and beside putting dQ_i the next S^T.
 
 The deterministic form adds nothing to memory: dQ is left to `fa3_gradients`.
 """
@@ -41,7 +44,6 @@ from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
     NEG_INF,
     ONE,
-    SECTION,
     THREADS,
     ZERO,
     across,
@@ -63,10 +65,12 @@ from fa2_numba.warpgroup import (
 CONSUMERS = 2
 # Registers of a thread, by how many boxes of 64 columns d takes. A consumer waits for its own until
 # the producer has given back enough: together they may have 168 for each thread of the block.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = {1: 88, 2: 40}, {1: 208, 2: 232}
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = {1: 72, 2: 40}, {1: 216, 2: 232}
 # What the producer tells the consumers of a step.
 ROW_TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
 LAST = -1  # as ROW_TILE: there is no further step
+# Heads whose tiles go by length together, under a mask: what they read and add to stays in L2.
+SECTION = 8
 
 
 @cache.built
@@ -78,7 +82,7 @@ def build(
     Parameters
     ----------
     tiling : Tiling
-        B_r is 64, B_c 128.
+        B_r is 128 for d up to 64, else 64; B_c is 128.
     d : int
         Head dimension, 1..128.
     dtype : str
@@ -101,16 +105,16 @@ def build(
     B_r, B_c = tiling.B_r, tiling.B_c
     threads = THREADS * (1 + CONSUMERS)
     boxes, width = -(-d // BOX_COLUMNS), -(-d // 16) * 16  # of a row of d; d as products take it
-    row_box, key_box = B_r * ptx.ROW_BYTES, B_c * ptx.ROW_BYTES
-    dQ_columns = boxes * BOX_COLUMNS // CONSUMERS  # of dQ_i that a consumer computes
-    in_S, in_P, in_dK, in_dQ = B_r // 2, B_r // 4, width // 2, dQ_columns // 2  # of a thread
-    words = -(-B_r // 64)  # a bit for each score of a thread
+    halves = B_r // ROWS
+    assert halves * boxes == 2, "the consumers share dQ_i by its rows or by its columns"
+    row_box, key_box, half_box = (rows * ptx.ROW_BYTES for rows in (B_r, B_c, ROWS))
+    in_S, in_P, in_dK, in_dQ = ROWS // 2, ROWS // 4, width // 2, BOX_COLUMNS // 2  # of a thread
+    words = 1  # a bit for each score of a thread
     of_lane = B_r // 32  # rows whose L and D a lane moves
+    meeting = CONSUMERS * THREADS + 32  # both consumers and the warp that sends dQ
     fmt = FORMATS[dtype]
     held = PRODUCER_REGISTERS[boxes] + CONSUMERS * CONSUMER_REGISTERS[boxes]
     assert held <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), "a block would wait for ever"
-    # With one box, registers suffice to have dP^T beside dQ, and dK_j beside the next S^T.
-    roomy = boxes == 1
 
     rings, shared_bytes = tiling.hopper_backward_layout(d)
     stages = rings["Q"].places
@@ -124,22 +128,22 @@ def build(
     do_full, do_empty = ring("dO full"), ring("dO empty")
     l_at, l_tile = ring("L, D"), shared_tile(2 * stages, B_r, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
-    # A step reads its own and those of two steps before, when the producer may be `stages` ahead.
+    # A step reads its own and that of the step before, when the producer may be `stages` ahead.
     assert infos > stages + 2
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
 
     steps_of_d = ptx.k_major_steps(width, key_box), ptx.k_major_steps(width, row_box)
-    multiply_S = ptx.wgmma_mma_async(B_r, dtype, *steps_of_d)
+    multiply_S = ptx.wgmma_mma_async(ROWS, dtype, *steps_of_d)
     multiply_dK = ptx.wgmma_mma_async(
         width,
         dtype,
         tuple(range(0, in_P, 4)),
-        ptx.mn_major_steps(B_r),
+        ptx.mn_major_steps(ROWS),
         a_in_registers=True,
         transpose_b=True,
     )
     multiply_dQ = ptx.wgmma_mma_async(
-        dQ_columns,
+        BOX_COLUMNS,
         dtype,
         ptx.k_major_steps(B_c, row_box),
         ptx.mn_major_steps(B_c),
@@ -147,13 +151,12 @@ def build(
     )
     fence_S, fence_dQ = ptx.wgmma_fence(in_S), ptx.wgmma_fence(in_dQ)
     fence_dK = ptx.wgmma_fence(in_dK, in_P)
-    early = int(roomy)  # products pending beside those waited for
-    wait_first_S, wait_first_dP = (ptx.wgmma_wait_group(1, in_S) for _ in range(2))
-    wait_dQ = ptx.wgmma_wait_group(early, in_dQ, in_S)
+    # S^T has dP^T behind it, and dV and dK of the half before come with it.
+    wait_S = ptx.wgmma_wait_group(1, in_S, in_P, in_P)
     wait_dP = ptx.wgmma_wait_group(1, in_S, in_S)
-    wait_scores = ptx.wgmma_wait_group(0, in_S, in_S)
-    wait_dV = wait_dK = ptx.wgmma_wait_group(1, in_P)
+    wait_scores = ptx.wgmma_wait_group(0, in_S, in_S, in_P, in_P)
     wait_products = ptx.wgmma_wait_group(0, in_dK, in_dK, in_P, in_P)
+    wait_dQ = ptx.wgmma_wait_group(1, in_dQ)
     wait_last_dQ = ptx.wgmma_wait_group(0, in_dQ)
     wait_read = ptx.cp_async_bulk_wait_group_read(0)
     give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS[boxes])
@@ -163,10 +166,10 @@ def build(
     prepare, _ = change.functions(hbm.device, np.float32)
     elementwise, plain = rule.elementwise, change is UNCHANGED
     seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
-    find_hidden = hidden_finder(B_r, rule, keys_in_rows=True)
-    make_P, make_dS, make_both = score_gradients(B_r, True, change)
-    round_scores, _ = score_packer(B_r, dtype)
-    store_dS, zero_of = transposed_storer(B_r), zero_times(width)
+    find_hidden = hidden_finder(ROWS, rule, keys_in_rows=True)
+    make_P, make_dS, make_both = score_gradients(ROWS, True, change)
+    round_scores, _ = score_packer(ROWS, dtype)
+    store_dS, zero_of = transposed_storer(ROWS), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     clear_S, clear_dQ, clear_dK = clearer(in_S), clearer(in_dQ), clearer(in_dK)
     load_rows, load_keys = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (B_r, B_c))
@@ -185,46 +188,44 @@ def build(
     # ---- products -------------------------------------------------------------------------------
 
     @hbm.device
-    def start_S(S, me, step):
-        mine = me * u32(ROWS * ptx.ROW_BYTES)  # my 64 keys in each box
+    def start_S(S, me, step, half):
+        B = across(u32(q_at(step) + half * u32(half_box)))
         clear_S(S)
         fence_S(S)
-        multiply_S(S, across(k_at(u32(0)) + mine), across(q_at(step)), 0)
+        multiply_S(S, across(k_at(u32(0)) + me * u32(half_box)), B, 0)
         ptx.wgmma_commit_group()
 
     @hbm.device
-    def start_dP(dP, me, step):
-        mine = me * u32(ROWS * ptx.ROW_BYTES)
+    def start_dP(dP, me, step, half):
+        B = across(u32(do_at(step) + half * u32(half_box)))
         clear_S(dP)
         fence_S(dP)
-        multiply_S(dP, across(v_at(u32(0)) + mine), across(do_at(step)), 0)
+        multiply_S(dP, across(v_at(u32(0)) + me * u32(half_box)), B, 0)
         ptx.wgmma_commit_group()
 
     @hbm.device
-    def start_dV(dV, P, step):
+    def start_dV(dV, P, step, half):
         fence_dK(dV, P)
-        multiply_dK(dV, P, 0, along(do_at(step), row_box), 1)
+        multiply_dK(dV, P, 0, along(u32(do_at(step) + half * u32(half_box)), row_box), 1)
         ptx.wgmma_commit_group()
 
     @hbm.device
-    def start_dK(dK, dS, step):
+    def start_dK(dK, dS, step, half):
         fence_dK(dK, dS)
-        multiply_dK(dK, dS, 0, along(q_at(step), row_box), 1)
+        multiply_dK(dK, dS, 0, along(u32(q_at(step) + half * u32(half_box)), row_box), 1)
         ptx.wgmma_commit_group()
 
     @hbm.device
-    def start_dQ(dQ_acc, dQ, me, step, info, thread):
-        """dQ of a step, half of its columns, when both consumers are there; send the one before."""
-        first = thread == u32(THREADS)
-        if first:
-            wait_read()  # of the dQ sent last: its place is free
-        ptx.bar_sync(1, CONSUMERS * THREADS)  # dS_ij is complete, and what was put of the last dQ
-        if first and step > u32(0):
-            send_dQ(dQ_acc, info, step)
-        mine = me * u32(key_box if boxes == 2 else 2 * dQ_columns)  # my columns of K_j
+    def start_dQ(dQ, me, step):
+        """64 x 64 of dQ: of two halves one, of one half a box of its columns."""
+        A, B = ds_at(step), k_at(u32(0))
+        if halves == 2:
+            A = u32(A + me * u32(half_box))
+        else:
+            B = u32(B + me * u32(key_box))
         clear_dQ(dQ)
         fence_dQ(dQ)
-        multiply_dQ(dQ, across(ds_at(step)), along(k_at(u32(0)) + mine, key_box), 0)
+        multiply_dQ(dQ, across(A), along(B, key_box), 0)
         ptx.wgmma_commit_group()
 
     # ---- dQ to memory ---------------------------------------------------------------------------
@@ -250,54 +251,95 @@ def build(
     # ---- scores ---------------------------------------------------------------------------------
 
     @hbm.device
-    def prepare_mask(hidden, mask_args, info, step, key, column, N_q, N_k):
+    def prepare_mask(hidden, mask_args, info, step, half, key, column, N_q, N_k):
         """Which of my scores are masked; none, if hidden[0] is 0."""
         at = step % u32(infos)
         hidden[0] = u32(0)
         if info[at, PARTIAL]:
-            row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column)
+            row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column + half * u32(ROWS))
             b, h = info[at, BATCH], info[at, HEAD]
             find_hidden(hidden, mask_args, b, h, row, np.int64(key), N_q, N_k)
 
     @hbm.device
-    def L_of(step, column):
-        return u32(l_at(step) + column * u32(4))
+    def L_of(step, half, column):
+        return u32(l_at(step) + (column + half * u32(ROWS)) * u32(4))
 
     @hbm.device
-    def D_of(step, column):
-        return u32(l_at(step) + column * u32(4) + u32(4 * B_r))
+    def D_of(step, half, column):
+        return u32(L_of(step, half, column) + u32(4 * B_r))
 
     @hbm.device
-    def change_both(S, dP, scale, score_args, info, step, key, column, N_q, N_k):
+    def change_both(S, dP, scale, score_args, info, step, half, key, column, N_q, N_k):
         """P and dS of scores that change."""
         at = step % u32(infos)
         state = prepare(score_args, info[at, BATCH], info[at, HEAD])
-        row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column)
-        i = row + N_k - N_q
-        make_both(S, dP, L_of(step, column), D_of(step, column), scale, state, i, np.int64(key))
+        row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column + half * u32(ROWS))
+        L_at, D_at = L_of(step, half, column), D_of(step, half, column)
+        make_both(S, dP, L_at, D_at, scale, state, row + N_k - N_q, np.int64(key))
 
     @hbm.device
-    def keep_dS(dS, me, step, thread):
+    def from_S_to_dK(
+        S, dP, P, dS, dK, dV, hidden, me, step, half, key, column, c,
+        scale, mask_args, score_args, info, N_q, N_k, thread,
+    ):  # fmt: skip
+        """S^T and dP^T of 64 rows are in flight; then dV and dK are."""
+        prepare_mask(hidden, mask_args, info, step, half, key, column, N_q, N_k)
+        if plain:
+            wait_S(S, P, dS)
+            make_P(S, L_of(step, half, column), c)
+        else:
+            wait_scores(S, dP, P, dS)
+            change_both(S, dP, scale, score_args, info, step, half, key, column, N_q, N_k)
+        round_scores(S, P, hidden)
+        start_dV(dV, P, step, half)
+        if plain:
+            # ptxas would wait first of all. A branch on what came so far keeps it here.
+            ptx.trap_if_negative(S[0] + S[in_S - 1])
+            wait_dP(dP, S)
+            make_dS(S, dP, D_of(step, half, column))
+        round_scores(dP, dS, hidden)
         if adds_dQ:
-            store_dS(dS, u32(ds_at(step) + me * u32(row_box)), thread)
+            store_dS(dS, u32(ds_at(step) + me * u32(row_box) + half * u32(half_box)), thread)
+        start_dK(dK, dS, step, half)
 
     @hbm.device
     def wait_dO(step):
         ptx.mbarrier_try_wait_parity(do_full(step), step // u32(stages) & u32(1))
 
     @hbm.device
-    def release(leader, step):
-        """dV and dK of a step are complete: Q_i, dO_i, L_i and D_i may be replaced."""
-        if leader:
+    def finish_step(
+        S, dP, P, dS, dK, dV, hidden, me, step, key, column, c,
+        scale, mask_args, score_args, info, N_q, N_k, thread, leader,
+    ):  # fmt: skip
+        """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. What step comes then."""
+        from_S_to_dK(
+            S, dP, P, dS, dK, dV, hidden, me, step, u32(0), key, column, c,
+            scale, mask_args, score_args, info, N_q, N_k, thread,
+        )  # fmt: skip
+        if halves == 2:
+            start_S(S, me, step, u32(1))
+            start_dP(dP, me, step, u32(1))
+            from_S_to_dK(
+                S, dP, P, dS, dK, dV, hidden, me, step, u32(1), key, column, c,
+                scale, mask_args, score_args, info, N_q, N_k, thread,
+            )  # fmt: skip
+        if adds_dQ:
+            ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
+            ptx.bar_sync(1, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
+        then = u32(step + u32(1))
+        ptx.mbarrier_try_wait_parity(q_full(then), then // u32(stages) & u32(1))
+        i = info[then % u32(infos), ROW_TILE]
+        wait_products(dK, dV, P, dS)
+        if leader:  # Q_i, dO_i, L_i and D_i may be replaced
             ptx.mbarrier_arrive(do_empty(step))
             ptx.mbarrier_arrive(q_empty(step))
+        return i
 
     # ---- the kernel -----------------------------------------------------------------------------
 
     def fa3_backward(
         Q_boxes, K_boxes, V_boxes, dO_boxes, Q, K, V, dO, L, D, dQ_acc, dK_out, dV_out,
-        section_heads, scale,
-        range_args, mask_args, score_args,
+        section_heads, scale, range_args, mask_args, score_args,
     ):  # fmt: skip
         H_k, N_q, N_k = u32(K.shape[1]), Q.shape[2], K.shape[2]
         group_size = np.int32(u32(Q.shape[1]) // H_k)
@@ -340,8 +382,9 @@ def build(
                         load_keys(V_boxes, v_at(u32(0)), kv_full(u32(1)), key, h_k, b)
                 for g in range(group_size):
                     h = np.int32(h_k * group_size + np.int32(g))
-                    i, end = seeing(range_args, b, h, j, N_q, N_k)
-                    while i < end:
+                    begin, i = seeing(range_args, b, h, j, N_q, N_k)
+                    while i > begin:
+                        i = np.int32(i - np.int32(1))
                         if elected:
                             row = np.int32(i * np.int32(B_r))
                             phase = step // u32(stages) & u32(1) ^ u32(1)
@@ -354,15 +397,15 @@ def build(
                                 ptx.mbarrier_arrive_expect_tx(do_full(step), boxes * row_box)
                                 load_rows(dO_boxes, do_at(step), do_full(step), row, h, b)
                         step = u32(step + u32(1))
-                        i = np.int32(i + np.int32(1))
             elif warp == u32(2):  # L_i and D_i, and what the consumers have to know
                 L_D, info = l_tile(None), info_tile(None)
                 l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
                 for g in range(group_size):
                     h = np.int32(h_k * group_size + np.int32(g))
-                    i, end = seeing(range_args, b, h, j, N_q, N_k)
+                    begin, i = seeing(range_args, b, h, j, N_q, N_k)
                     full_begin, full_end = seeing_all(range_args, b, h, j, N_q, N_k)
-                    while i < end:
+                    while i > begin:
+                        i = np.int32(i - np.int32(1))
                         for k in range(of_lane):
                             row = np.int64(i) * B_r + np.int64(lane) + 32 * k
                             l[k], D_i[k] = NEG_INF, ZERO
@@ -386,13 +429,30 @@ def build(
                         if lane == u32(0):
                             ptx.mbarrier_arrive(q_full(step))
                         step = u32(step + u32(1))
-                        i = np.int32(i + np.int32(1))
                 if lane == u32(0):
                     phase = step // u32(stages) & u32(1) ^ u32(1)
                     ptx.mbarrier_try_wait_parity(q_empty(step), phase)
                     info[step % u32(infos), ROW_TILE] = np.int32(LAST)
                     ptx.mbarrier_arrive(q_full(step))
                     ptx.mbarrier_arrive(q_full(step))
+            elif adds_dQ:  # sends what the consumers put
+                info = info_tile(None)
+                while True:
+                    ptx.mbarrier_try_wait_parity(q_full(step), step // u32(stages) & u32(1))
+                    if info[step % u32(infos), ROW_TILE] == np.int32(LAST):
+                        break
+                    if lane == u32(0):
+                        wait_read()  # of the dQ sent last: its place is free
+                    cuda.syncwarp()
+                    ptx.bar_sync(1, meeting)
+                    if lane == u32(0) and step > u32(0):
+                        send_dQ(dQ_acc, info, step)
+                    step = u32(step + u32(1))
+                if step > u32(0):
+                    ptx.bar_sync(1, meeting)
+                    if lane == u32(0):
+                        send_dQ(dQ_acc, info, step)
+                        wait_read()
         else:
             take_registers()
             S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
@@ -412,97 +472,43 @@ def build(
             step = u32(0)
 
             ptx.mbarrier_try_wait_parity(q_full(step), 0)
-            if info[step, ROW_TILE] != np.int32(LAST):
-                # The first step has no dQ beside it.
+            i = info[step, ROW_TILE]
+            # A vote has one outcome for all lanes: so ptxas keeps `step` in a uniform register.
+            if ptx.vote_any(i != np.int32(LAST)):
+                # The first step has no dQ of a step before beside it.
                 ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
                 ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
-                start_S(S, me, step)
+                start_S(S, me, step, u32(0))
                 wait_dO(step)
-                start_dP(dP, me, step)
-                prepare_mask(hidden, mask_args, info, step, my_key, my_column, N_q, N_k)
-                if plain:
-                    wait_first_S(S)
-                    make_P(S, L_of(step, my_column), c)
-                else:
-                    wait_scores(S, dP)
-                    change_both(S, dP, scale, score_args, info, step, my_key, my_column, N_q, N_k)
-                round_scores(S, P, hidden)
-                start_dV(dV, P, step)
-                if plain:
-                    wait_first_dP(dP)
-                    make_dS(S, dP, D_of(step, my_column))
-                round_scores(dP, dS, hidden)
-                keep_dS(dS, me, step, thread)
-                start_dK(dK, dS, step)
-                if adds_dQ:
-                    ptx.fence_proxy_async()  # products see dS_ij
-                if roomy:
-                    wait_dV(P)
-                else:
-                    wait_products(dK, dV, P, dS)
-                    release(leader, step)
+                start_dP(dP, me, step, u32(0))
+                i = finish_step(
+                    S, dP, P, dS, dK, dV, hidden, me, step, my_key, my_column, c,
+                    scale, mask_args, score_args, info, N_q, N_k, thread, leader,
+                )  # fmt: skip
+                step = u32(step + u32(1))
 
-                while True:
-                    last = step
-                    step = u32(step + u32(1))
-                    ptx.mbarrier_try_wait_parity(q_full(step), step // u32(stages) & u32(1))
-                    if info[step % u32(infos), ROW_TILE] == np.int32(LAST):
-                        break
-                    start_S(S, me, step)
-                    if roomy:
-                        wait_dK(dS)
-                        release(leader, last)
+                while ptx.vote_any(i != np.int32(LAST)):
                     if adds_dQ:
-                        start_dQ(dQ_acc, dQ, me, last, info, thread)
-                    if roomy:
-                        wait_dO(step)
-                        start_dP(dP, me, step)
-                    prepare_mask(hidden, mask_args, info, step, my_key, my_column, N_q, N_k)
+                        start_dQ(dQ, me, u32(step - u32(1)))
+                    start_S(S, me, step, u32(0))
                     if adds_dQ:
-                        wait_dQ(dQ, S)
+                        wait_dQ(dQ)
                         put_dQ(dQ, step, thread)
-                    if not roomy:
-                        wait_dO(step)  # not before dQ has left its registers: dP takes them
-                        start_dP(dP, me, step)
-                    if plain:
-                        if not adds_dQ:
-                            wait_first_S(S)
-                        make_P(S, L_of(step, my_column), c)
-                    else:
-                        wait_scores(S, dP)
-                        change_both(
-                            S, dP, scale, score_args, info, step, my_key, my_column, N_q, N_k
-                        )
-                    round_scores(S, P, hidden)
-                    start_dV(dV, P, step)
-                    if plain:
-                        # ptxas would wait first of all. A branch on what came so far keeps it here.
-                        ptx.trap_if_negative(S[0] + S[in_S - 1])
-                        wait_dP(dP, S)
-                        make_dS(S, dP, D_of(step, my_column))
-                    round_scores(dP, dS, hidden)
-                    keep_dS(dS, me, step, thread)
-                    start_dK(dK, dS, step)
-                    if adds_dQ:
-                        ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
-                    if roomy:
-                        wait_dV(P)
-                    else:
-                        wait_products(dK, dV, P, dS)
-                        release(leader, step)
+                    wait_dO(step)
+                    start_dP(dP, me, step, u32(0))
+                    i = finish_step(
+                        S, dP, P, dS, dK, dV, hidden, me, step, my_key, my_column, c,
+                        scale, mask_args, score_args, info, N_q, N_k, thread, leader,
+                    )  # fmt: skip
+                    step = u32(step + u32(1))
 
                 # The last dQ has no S beside it.
-                if roomy:
-                    wait_products(dK, dV, P, dS)
                 if adds_dQ:
-                    start_dQ(dQ_acc, dQ, me, last, info, thread)
+                    start_dQ(dQ, me, u32(step - u32(1)))
                     wait_last_dQ(dQ)
                     put_dQ(dQ, step, thread)
                     ptx.fence_proxy_async()
-                    ptx.bar_sync(1, CONSUMERS * THREADS)  # all parts of it are there
-                    if thread == u32(THREADS):
-                        send_dQ(dQ_acc, info, step)
-                        wait_read()
+                    ptx.bar_sync(1, meeting)  # all parts of it are there
 
             batch, head, key = np.int64(b), np.int64(h_k), np.int64(my_key)
             write(dK_out, dK, scale, scale, batch, head, key, N_k, 0)
@@ -532,11 +538,9 @@ def build_finish(
     dQ in its own dtype, a block a row tile, each thread from the accumulators of its place in the
     kernel that added them.
     """
-    boxes = -(-d // BOX_COLUMNS)
-    columns = boxes * BOX_COLUMNS // CONSUMERS
-    in_dQ, threads = columns // 2, CONSUMERS * THREADS
-    load, write = hbm.vector_load(4), tile_writer(d, columns, dtype, store_width)
-    zero_of = zero_times(columns)
+    halves, in_dQ, threads = tiling.B_r // ROWS, BOX_COLUMNS // 2, CONSUMERS * THREADS
+    load, write = hbm.vector_load(4), tile_writer(d, BOX_COLUMNS, dtype, store_width)
+    zero_of = zero_times(BOX_COLUMNS)
     recompute = gradient_recomputer("dQ", d, rule, change, FORMATS[dtype])
 
     def finish(dQ_acc, Q, K, V, dO, L, D, dQ, scale, mask_args, score_args):
@@ -549,11 +553,16 @@ def build_finish(
         for n in range(0, in_dQ, 4):
             place = np.int64(warp * u32(32 * in_dQ) + lane * u32(4) + u32(32 * n))
             load(dQ_acc, (b, h, i, place), acc, n)
-        row = i * ROWS + np.int64(first_row(thread))
-        first_column = np.int64(thread // u32(THREADS)) * columns
+        consumer = thread // u32(THREADS)
+        row = i * (halves * ROWS) + np.int64(first_row(thread))
+        first_column = np.int64(0)
+        if halves == 2:
+            row += np.int64(consumer * u32(ROWS))
+        else:
+            first_column = np.int64(consumer * u32(BOX_COLUMNS))
         write(dQ, acc, scale, scale, b, h, row, N_q, first_column)
         leaked = cuda.syncthreads_or(np.int32(zero_of(acc) != ZERO))  # all of the rows is stored
-        if leaked and thread < u32(THREADS):
+        if leaked and consumer < u32(halves):
             recompute(
                 Q, K, V, dO, L, D, hbm.phase(dQ, 1), scale, mask_args, score_args, b, h, group_size,
                 row - np.int64(lane) // 4, N_q, N_k,
