@@ -15,9 +15,15 @@ PACKAGES = ("fa2-numba", "numba", "numba-cuda", "numpy", "cupy-cuda13x", "torch"
 PACKAGES += ("flash-attn-4", "nvidia-cutlass-dsl", "hypothesis")
 
 
+def first_gpu() -> str:
+    """Number or UUID of the first GPU that CUDA sees, in the order of PCI, as nvidia-smi takes it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+
+
 def nvidia_smi(*fields: str) -> list[str]:
     """Values of ``nvidia-smi --query-gpu`` for the first GPU."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    command += ["-i", first_gpu()]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [value.strip() for value in out.strip().splitlines()[0].split(",")]
 

@@ -24,7 +24,11 @@ def nvml_samples() -> Generator[Sample, None, None]:
     """Readings of the first GPU through NVML; power is the instantaneous one."""
     import pynvml
 
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    which = first_gpu()
+    if which.isdecimal():
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(int(which))
+    else:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(which)
     (power,) = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])
     instant = power.nvmlReturn == pynvml.NVML_SUCCESS
     while True:
@@ -41,7 +45,8 @@ def nvml_samples() -> Generator[Sample, None, None]:
 
 def smi_samples() -> Generator[Sample, None, None]:
     """Readings of the first GPU by an ``nvidia-smi`` that ends with the generator."""
-    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits", "-i", "0"]
+    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
+    command += ["-i", first_gpu()]
     command += ["-lms", str(SMI_MILLISECONDS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -464,7 +464,9 @@ GRADIENT_ROWS = 64  # rows of a step of fa3's kernels of one gradient
 def gradient_layout(gradient: str, d: int) -> tuple[dict[str, Ring], int]:
     """Shared memory of fa3's kernel of one gradient, in the order of its places, and its bytes.
 
-    X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for.
+    X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for, L
+    and D of twice as many Y. For each place of X to W a barrier that ends when it is full, one when
+    it is empty; and one barrier that is always open.
     """
     row = ceil_div(d, BOX_COLUMNS) * BANK_BYTES
     x_size, y_size = 2 * WARPGROUP_ROWS * row, GRADIENT_ROWS * row
@@ -474,9 +476,12 @@ def gradient_layout(gradient: str, d: int) -> tuple[dict[str, Ring], int]:
             "Z": (0 if gradient == "dV" else x_size, 1),
             "Y": (y_size, y_stages),
             "W": (y_size, w_stages),
-            "L, D": (2 * 4 * GRADIENT_ROWS, y_stages),
+            "L, D": (2 * 4 * GRADIENT_ROWS, 2 * y_stages),
             "info": (HOPPER_INFO, 1),
+            "tile": (16, 1),
             "X, Z full": (8, 2),
+            "X, Z empty": (8, 1),
+            "open": (8, 1),
             **{f"Y {state}": (8, y_stages) for state in ("full", "empty")},
             **{f"W {state}": (8, w_stages) for state in ("full", "empty")},
         }

@@ -19,6 +19,7 @@ from test_fa3_code import Hopper
 from test_fa3_code import elsewhere as elsewhere
 
 from fa2_numba import backward, io_model, masking
+from fa2_numba.kernels import fa3_gradients
 from fa2_numba.problem import Layout, Problem
 from fa2_numba.tiling import HOPPER_SHARED_BYTES, Tiling, gradient_layout, hopper_backward
 
@@ -39,7 +40,9 @@ def compiled(hopper: Path) -> Any:
         problem = Problem(method, dtype, 1, 2, 1, 64, 64, d, hopper_backward(d), mask)
         operands = Hopper(problem, hopper, counted)
         operands.scale = np.float32(1.0)
-        backward.launch(problem, operands)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fa3_gradients, "processors", lambda device: 132)
+            backward.launch(problem, operands)
         return {code.name: code for code in operands.codes}
 
     return build
@@ -64,6 +67,12 @@ def assert_in_flight(code: Code, waits: int, products: set[str], dtype: str) -> 
     assert code.registers <= REGISTERS and code.threads == 384
     assert not [op for op in consumers_loop(code) if op.startswith(("LDL", "STL"))]
     assert code.code_bytes < 160_000  # as long as it compiles in 5 to 8 s
+
+
+def assert_addresses_are_uniform(code: Code) -> None:
+    """A few come from a thread's registers. In a loop of which ptxas does not see that all lanes
+    leave it together, each k16 brings one or two more: at least 24."""
+    assert consumers_loop(code).count("R2UR") <= 8
 
 
 # ---- dK, dV and dQ at once --------------------------------------------------------------------
@@ -114,7 +123,9 @@ def test_the_deterministic_form_adds_nothing(
     codes = compiled("fa3_backward_deterministic", dtype, d, mask)
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_dQ"]
     assert_in_flight(codes["fa3_backward"], waits, {64, d}, dtype)
-    assert_in_flight(codes["fa3_dQ"], 5, {64, d}, dtype)
+    assert_in_flight(codes["fa3_dQ"], 6, {64, d}, dtype)
+    if d == 128:  # with fewer k16, more of their addresses are in registers before the loop
+        assert_addresses_are_uniform(codes["fa3_dQ"])
     assert codes["fa3_backward"].stack <= stack and codes["fa3_dQ"].stack == 0
     for code in codes.values():
         assert code.using(f"UBLKRED|UTMAREDG|{ATOMIC}") == []
@@ -127,7 +138,8 @@ def test_large_heads_have_a_kernel_a_gradient(compiled: Any, dtype: str, mask: A
     codes = compiled("fa3_backward", dtype, 256, mask)
     assert [*codes] == ["fa3_backward_prepare", "fa3_dV", "fa3_dK", "fa3_dQ"]
     for name in ("fa3_dV", "fa3_dK", "fa3_dQ"):
-        assert_in_flight(codes[name], 5 if name != "fa3_dV" else 4, {64, 256}, dtype)
+        assert_in_flight(codes[name], 6 if name != "fa3_dV" else 4, {64, 256}, dtype)
+        assert_addresses_are_uniform(codes[name])
         assert codes[name].stack <= 64  # as above
         assert codes[name].using("UBLKRED|UTMAREDG") == []
 
@@ -149,7 +161,7 @@ def test_a_block_has_space(d: int) -> None:
                 assert ring.start % 1024 == ring.size % 1024 == 0
             if name in ("dQ", "L, D"):  # whole pieces of 16 bytes
                 assert ring.start % 16 == ring.size % 16 == 0
-            if name.endswith(("full", "empty")):
+            if name.endswith(("full", "empty", "open")):
                 assert ring.start % 8 == 0 and ring.size == 8
     for method in ("fa3_backward", "fa3_backward_deterministic"):
         hopper_backward(d).check(d, "bf16", method, HOPPER_SHARED_BYTES)

@@ -5,10 +5,11 @@ dQ must not be added up by chance, each gradient has a kernel of its own, which 
 again. It adds up in registers what it stores at the end: no exchange between warpgroups, nothing
 added to memory.
 
-Grid       a block for 128 rows of the gradient, of each head of it, of each batch.
+Grid       a block an SM. It takes tiles, 128 rows of the gradient of one head, in turns with the
+           others, and loads what the next needs while it stores the last.
 HBM        reads what stays, X_i and Z_i, once, and what goes by, Y_j and W_j, for each step, in
            boxes that the hardware copies, and L and D; writes the gradient once. Rows that are not
-           finite are computed again at the end, pair by pair.
+           finite are computed again then, pair by pair.
 Shared     X, Z (128 x d); rings of Y, W (B_m x d), of L, D; the barriers that say which are there.
 Registers  a consumer's thread: its parts of 64 rows' scores, of dP, of P or dS (16 bits), and of
            the gradient (acc).
@@ -19,8 +20,16 @@ Registers  a consumer's thread: its parts of 64 rows' scores, of dP, of P or dS 
     dV_j     K_j   -    Q_i  dO_i   acc += P^T W
 
 The first warpgroup only loads: the producer. Each of the other two, the consumers, has 64 of the
-rows. In a step, S = X Y^T runs beside the last product of the step before, and the exponentials
-beside that product and, where registers suffice, dP = Z W^T.
+rows. For dK and dQ they start products in turns, which two named barriers hand on:
+
+    first      acc, S            exponentials    dP              ...
+    second              acc, S                       dP          ...
+
+acc += dS Y is that of the step before, S = X Y^T is this step's, and dP = Z W^T starts when the
+exponentials are done. So one's exponentials run beside the other's products, and Y of the step
+before is free as soon as acc is complete. For dV, S runs beside acc += P^T W of the step before,
+and the exponentials beside that. Y is free when S is complete; so L, which a slow warp may still
+read then, has twice as many places as Y.
 """
 
 from typing import Any
@@ -30,7 +39,7 @@ from numba import cuda, float32, uint32
 
 from fa2_numba import cache, hbm, ptx
 from fa2_numba.formats import FORMATS, LOG2_E
-from fa2_numba.launch import Operands
+from fa2_numba.launch import Operands, processors
 from fa2_numba.masking import FULL, UNCHANGED, tile_functions
 from fa2_numba.problem import Problem
 from fa2_numba.smem import shared_tile
@@ -67,9 +76,11 @@ from fa2_numba.warpgroup import (
 CONSUMERS = 2
 STAYING = CONSUMERS * ROWS  # rows of X and Z
 PRODUCER_REGISTERS = 40
-# What the producer tells the consumers of a step.
+# What the producer tells the consumers of a step, and of a tile of what stays.
 TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
-LAST = -1  # as TILE: there is no further step
+STEPS = PARTIAL
+LAST = -1  # as STEPS: there is no further tile
+SECTIONS = 1, SECTION  # heads whose tiles go by length together: without bounds of a mask, with
 
 
 @cache.built
@@ -107,7 +118,6 @@ def build(
     in_S, in_P, in_acc = B_m // 2, B_m // 4, width // 2  # registers of a thread
     words = -(-B_m // 64)  # a bit for each score of a thread
     of_lane = B_m // 32  # rows whose L and D a lane moves
-    early_dP = d <= 128  # there are registers for it beside S and the last product's
 
     rings, shared_bytes = gradient_layout(gradient, d)
     y_stages, w_stages = rings["Y"].places, rings["W"].places
@@ -116,12 +126,16 @@ def build(
         return places(rings[name])
 
     x_at, z_at, y_at, w_at = (ring(n) for n in "XZYW")
-    x_full, y_full, y_empty = ring("X, Z full"), ring("Y full"), ring("Y empty")
+    x_full, x_empty = ring("X, Z full"), ring("X, Z empty")
+    y_full, y_empty = ring("Y full"), ring("Y empty")
     w_full, w_empty = ring("W full"), ring("W empty")
-    l_at, l_tile = ring("L, D"), shared_tile(2 * y_stages, B_m, np.float32, rings["L, D"].start)
+    open_at = ring("open")
+    l_at, l_stages = ring("L, D"), rings["L, D"].places
+    l_tile = shared_tile(2 * l_stages, B_m, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
     assert infos > y_stages + 2  # a step reads its own, when the producer may be `y_stages` ahead
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
+    tile_info = shared_tile(1, FIELDS, np.int32, rings["tile"].start)
 
     steps_of_d = ptx.k_major_steps(width, x_box), ptx.k_major_steps(width, y_box)
     multiply_S = ptx.wgmma_mma_async(B_m, dtype, *steps_of_d)
@@ -135,10 +149,9 @@ def build(
     )
     fence_S, fence_acc = ptx.wgmma_fence(in_S), ptx.wgmma_fence(in_acc, in_P)
     wait_first_S = ptx.wgmma_wait_group(int(from_dS), in_S)
-    wait_S = ptx.wgmma_wait_group(1, in_S)
+    wait_S = ptx.wgmma_wait_group(int(not from_dS), in_S)
     wait_both = ptx.wgmma_wait_group(0, in_S, in_S)
-    wait_acc = ptx.wgmma_wait_group(0, in_acc, in_P, in_S)
-    wait_dP = ptx.wgmma_wait_group(0, in_acc, in_P, in_S, in_S)
+    wait_acc = ptx.wgmma_wait_group(int(from_dS), in_acc, in_P)
     wait_last = ptx.wgmma_wait_group(0, in_acc, in_P)
     give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS)
     take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[CONSUMERS])
@@ -155,7 +168,18 @@ def build(
     load_X, load_Y = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (STAYING, B_m))
     recompute = gradient_recomputer(gradient, d, rule, change, FORMATS[dtype])
 
-    # ---- masks ----------------------------------------------------------------------------------
+    # ---- tiles and masks ------------------------------------------------------------------------
+
+    @hbm.device
+    def nth_tile(n, tiles, heads, section):
+        """The block's n-th tile: its number among all, which it is of its head, the head."""
+        block, blocks = u32(cuda.blockIdx.x), u32(cuda.gridDim.x)
+        # Every second round goes backwards: a block that got a long one then gets a short one.
+        turn = blocks - u32(1) - block if n & u32(1) else block
+        number = u32(n * blocks + turn)
+        tile, head = tile_of_block(number, tiles, heads, section)
+        # First those that are the longest under a causal mask: first keys, last rows.
+        return number, np.int32(tile if of_keys else u32(tiles - u32(1) - tile)), head
 
     @hbm.device
     def visited(range_args, b, h, t, N_q, N_k):
@@ -193,13 +217,16 @@ def build(
         ptx.wgmma_commit_group()
 
     @hbm.device
+    def wait_Y(step):
+        ptx.mbarrier_try_wait_parity(y_full(step), step // u32(y_stages) & u32(1))
+
+    @hbm.device
     def wait_W(step):
         ptx.mbarrier_try_wait_parity(w_full(step), step // u32(w_stages) & u32(1))
 
     @hbm.device
     def start_dP(dP, me, step):
         mine = me * u32(ROWS * ptx.ROW_BYTES)
-        wait_W(step)
         clear_S(dP)
         fence_S(dP)
         multiply_S(dP, across(z_at(u32(0)) + mine), across(w_at(step)), 0)
@@ -207,14 +234,38 @@ def build(
 
     @hbm.device
     def start_acc(acc, P, step):
-        if from_dS:
-            B = along(y_at(step), y_box)
-        else:
-            wait_W(step)
-            B = along(w_at(step), y_box)
         fence_acc(acc, P)
-        multiply_acc(acc, P, 0, B, 1)
+        multiply_acc(acc, P, 0, along(y_at(step) if from_dS else w_at(step), y_box), 1)
         ptx.wgmma_commit_group()
+
+    @hbm.device
+    def uniform(x):
+        """The first lane's x: the same in all, as ptxas then knows."""
+        return np.int32(cuda.shfl_sync(0xFFFFFFFF, x, 0))
+
+    @hbm.device
+    def take_turn(group):
+        ptx.bar_sync(group, CONSUMERS * THREADS)
+
+    @hbm.device
+    def pass_turn(group):
+        ptx.bar_arrive(u32(u32(3) - group), CONSUMERS * THREADS)
+
+    @hbm.device
+    def finish(P, zero):
+        """P is complete before what follows.
+
+        ptxas moves exponentials behind the start of products and waits for these, but nothing
+        across a wait at a barrier that depends on it. This barrier is always open: the phase before
+        its first is over, and nobody ends that. Only a negative sum of P would ask for it. `zero`
+        is 0 or more, which ptxas does not know; that P is, it does.
+        """
+        x, y = P[0] + zero, P[1]
+        for k in range(2, in_S, 2):
+            x += P[k]
+            y += P[k + 1]
+        parity = u32(0) if x + y < ZERO else u32(1)
+        ptx.mbarrier_try_wait_parity(open_at(u32(0)), parity)
 
     # ---- scores ---------------------------------------------------------------------------------
 
@@ -280,20 +331,18 @@ def build(
         H, H_k, N_q, N_k = u32(Q.shape[1]), u32(K.shape[1]), Q.shape[2], K.shape[2]
         group_size = H // H_k
         N, heads = (N_k, H_k) if of_keys else (N_q, H)
-        tiles = u32((N + STAYING - 1) // STAYING)
-        tile, head = tile_of_block(
-            u32(cuda.blockIdx.x), tiles, u32(heads * u32(Q.shape[0])), u32(section_heads)
-        )
-        # First those that are the longest under a causal mask: first keys, last rows.
-        t = np.int32(tile if of_keys else u32(tiles - u32(1) - tile))
-        h_x, b = np.int32(head % heads), np.int32(head // heads)
+        tiles, all_heads = u32((N + STAYING - 1) // STAYING), u32(heads * u32(Q.shape[0]))
+        all_tiles, section = u32(tiles * all_heads), u32(section_heads)
         by = group_size if of_keys else u32(1)  # query heads that go by
         thread = u32(cuda.threadIdx.x)
         group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+        info, told = info_tile(None), tile_info(None)
 
         if thread == u32(0):
             ptx.mbarrier_init(x_full(u32(0)), 1)
             ptx.mbarrier_init(x_full(u32(1)), 1)
+            ptx.mbarrier_init(x_empty(u32(0)), CONSUMERS)
+            ptx.mbarrier_init(open_at(u32(0)), 1)  # nobody arrives
             for stage in range(y_stages):
                 ptx.mbarrier_init(y_full(u32(stage)), 2)  # Y_j; L, D and the information
                 ptx.mbarrier_init(y_empty(u32(stage)), CONSUMERS)
@@ -303,10 +352,10 @@ def build(
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # all see the barriers
 
+        n = step = u32(0)  # of the block's tiles, of the steps of all of them
         if group == u32(0):
             give_back_registers()
             warp, lane = thread // u32(32), u32(cuda.laneid)
-            step = u32(0)
             if warp < u32(2):  # one copies X and every Y, one Z and every W
                 elected = ptx.elect_sync()
                 if elected:
@@ -314,74 +363,96 @@ def build(
                     hbm.use_boxes(Z_boxes)
                     hbm.use_boxes(Y_boxes)
                     hbm.use_boxes(W_boxes)
-                    first = np.int32(t * np.int32(STAYING))
+                while True:
+                    number, t, head = nth_tile(n, tiles, all_heads, section)
+                    if number >= all_tiles:
+                        break
+                    h_x, b = np.int32(head % heads), np.int32(head // heads)
+                    steps = np.int32(0)
                     if warp == u32(0):
-                        ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
-                        load_X(X_boxes, x_at(u32(0)), x_full(u32(0)), first, h_x, b)
-                    elif from_dS:
-                        ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
-                        load_X(Z_boxes, z_at(u32(0)), x_full(u32(1)), first, h_x, b)
-                for g in range(by):
-                    h = np.int32(u32(h_x) * by + u32(g))
-                    h_y = h if of_keys else np.int32(u32(h) // group_size)
-                    s, end = visited(range_args, b, h, t, N_q, N_k)
-                    while s < end:
-                        if elected:
-                            row = np.int32(s * np.int32(B_m))
-                            if warp == u32(0):
-                                phase = step // u32(y_stages) & u32(1) ^ u32(1)
-                                ptx.mbarrier_try_wait_parity(y_empty(step), phase)
-                                ptx.mbarrier_arrive_expect_tx(y_full(step), boxes * y_box)
-                                load_Y(Y_boxes, y_at(step), y_full(step), row, h_y, b)
-                            else:
-                                phase = step // u32(w_stages) & u32(1) ^ u32(1)
-                                ptx.mbarrier_try_wait_parity(w_empty(step), phase)
-                                ptx.mbarrier_arrive_expect_tx(w_full(step), boxes * y_box)
-                                load_Y(W_boxes, w_at(step), w_full(step), row, h_y, b)
-                        step = u32(step + u32(1))
-                        s = np.int32(s + np.int32(1))
+                        for g in range(by):
+                            h = np.int32(u32(h_x) * by + u32(g))
+                            s, end = visited(range_args, b, h, t, N_q, N_k)
+                            steps = np.int32(steps + max(np.int32(end - s), np.int32(0)))
+                    if elected:
+                        first, phase = np.int32(t * np.int32(STAYING)), n & u32(1) ^ u32(1)
+                        if warp == u32(0):
+                            ptx.mbarrier_try_wait_parity(x_empty(u32(0)), phase)
+                            told[0, TILE], told[0, HEAD] = t, h_x
+                            told[0, BATCH], told[0, STEPS] = b, steps
+                            ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
+                            load_X(X_boxes, x_at(u32(0)), x_full(u32(0)), first, h_x, b)
+                        elif from_dS:
+                            ptx.mbarrier_try_wait_parity(x_empty(u32(0)), phase)
+                            ptx.mbarrier_arrive_expect_tx(x_full(warp), boxes * x_box)
+                            load_X(Z_boxes, z_at(u32(0)), x_full(u32(1)), first, h_x, b)
+                    for g in range(by):
+                        h = np.int32(u32(h_x) * by + u32(g))
+                        h_y = h if of_keys else np.int32(u32(h) // group_size)
+                        s, end = visited(range_args, b, h, t, N_q, N_k)
+                        while s < end:
+                            if elected:
+                                row = np.int32(s * np.int32(B_m))
+                                if warp == u32(0):
+                                    phase = step // u32(y_stages) & u32(1) ^ u32(1)
+                                    ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                                    ptx.mbarrier_arrive_expect_tx(y_full(step), boxes * y_box)
+                                    load_Y(Y_boxes, y_at(step), y_full(step), row, h_y, b)
+                                else:
+                                    phase = step // u32(w_stages) & u32(1) ^ u32(1)
+                                    ptx.mbarrier_try_wait_parity(w_empty(step), phase)
+                                    ptx.mbarrier_arrive_expect_tx(w_full(step), boxes * y_box)
+                                    load_Y(W_boxes, w_at(step), w_full(step), row, h_y, b)
+                            step = u32(step + u32(1))
+                            s = np.int32(s + np.int32(1))
+                    n = u32(n + u32(1))
+                if elected and warp == u32(0):
+                    ptx.mbarrier_try_wait_parity(x_empty(u32(0)), n & u32(1) ^ u32(1))
+                    told[0, STEPS] = np.int32(LAST)
+                    ptx.mbarrier_arrive(x_full(u32(0)))
             elif warp == u32(2):  # L and D of what goes by, and what the consumers have to know
-                L_D, info = l_tile(None), info_tile(None)
+                L_D = l_tile(None)
                 l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
-                for g in range(by):
-                    h = np.int32(u32(h_x) * by + u32(g))
-                    s, end = visited(range_args, b, h, t, N_q, N_k)
-                    full_begin, full_end = visited_whole(range_args, b, h, t, N_q, N_k)
-                    while s < end:
-                        if of_keys:
-                            for k in range(of_lane):
-                                row = np.int64(s) * B_m + np.int64(lane) + 32 * k
-                                l[k], D_i[k] = NEG_INF, ZERO
-                                if row < N_q:
-                                    l[k] = L[b, h, row]
-                                    if from_dS:
-                                        D_i[k] = D[b, h, row]
-                        phase = step // u32(y_stages) & u32(1) ^ u32(1)
-                        ptx.mbarrier_try_wait_parity(y_empty(step), phase)
-                        if of_keys:
-                            place = u32(step % u32(y_stages) * u32(2))
-                            for k in range(of_lane):
-                                # Rows that see no key, and those past the last, have P = 0.
-                                log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
-                                L_D[place, lane + u32(32 * k)] = log_2
-                                L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
-                        if lane == u32(0):
-                            at = step % u32(infos)
-                            info[at, TILE], info[at, HEAD], info[at, BATCH] = s, h, b
-                            info[at, PARTIAL] = np.int32(
-                                is_partial(mask_args, b, h, t, s, full_begin, full_end, N_q, N_k)
-                            )
-                        cuda.syncwarp()
-                        if lane == u32(0):
-                            ptx.mbarrier_arrive(y_full(step))
-                        step = u32(step + u32(1))
-                        s = np.int32(s + np.int32(1))
-                if lane == u32(0):
-                    phase = step // u32(y_stages) & u32(1) ^ u32(1)
-                    ptx.mbarrier_try_wait_parity(y_empty(step), phase)
-                    info[step % u32(infos), TILE] = np.int32(LAST)
-                    ptx.mbarrier_arrive(y_full(step))
-                    ptx.mbarrier_arrive(y_full(step))
+                while True:
+                    number, t, head = nth_tile(n, tiles, all_heads, section)
+                    if number >= all_tiles:
+                        break
+                    h_x, b = np.int32(head % heads), np.int32(head // heads)
+                    for g in range(by):
+                        h = np.int32(u32(h_x) * by + u32(g))
+                        s, end = visited(range_args, b, h, t, N_q, N_k)
+                        full_begin, full_end = visited_whole(range_args, b, h, t, N_q, N_k)
+                        while s < end:
+                            if of_keys:
+                                for k in range(of_lane):
+                                    row = np.int64(s) * B_m + np.int64(lane) + 32 * k
+                                    l[k], D_i[k] = NEG_INF, ZERO
+                                    if row < N_q:
+                                        l[k] = L[b, h, row]
+                                        if from_dS:
+                                            D_i[k] = D[b, h, row]
+                            phase = step // u32(y_stages) & u32(1) ^ u32(1)
+                            ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                            if of_keys:
+                                place = u32(step % u32(l_stages) * u32(2))
+                                for k in range(of_lane):
+                                    # Rows that see no key, and those past the last, have P = 0.
+                                    log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
+                                    L_D[place, lane + u32(32 * k)] = log_2
+                                    L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+                            if lane == u32(0):
+                                at = step % u32(infos)
+                                info[at, TILE], info[at, HEAD], info[at, BATCH] = s, h, b
+                                partial = is_partial(
+                                    mask_args, b, h, t, s, full_begin, full_end, N_q, N_k
+                                )
+                                info[at, PARTIAL] = np.int32(partial)
+                            cuda.syncwarp()
+                            if lane == u32(0):
+                                ptx.mbarrier_arrive(y_full(step))
+                            step = u32(step + u32(1))
+                            s = np.int32(s + np.int32(1))
+                    n = u32(n + u32(1))
         else:
             take_registers()
             S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
@@ -389,73 +460,58 @@ def build(
             acc = cuda.local.array(in_acc, float32)
             L_i, D_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
             hidden = cuda.local.array(words, uint32)
-            clear_acc(acc)
             me = u32(group - u32(1))
             leader = thread % u32(THREADS) == u32(0)
-            mine = np.int32(np.int32(t * np.int32(STAYING)) + np.int32(me * u32(ROWS)))
-            mine = np.int32(mine + np.int32(first_row(thread)))
+            my_row = np.int32(u32(me * u32(ROWS)) + first_row(thread))
             column = u32(2) * (thread % u32(4))
             c = scale * LOG2_E
-            if not of_keys:
-                for r in range(2):
-                    row = np.int64(mine) + 8 * r
-                    L_i[r], D_i[r] = -NEG_INF, ZERO  # rows without keys, or past the last: P = 0
-                    if row < N_q:
-                        l_row = L[b, h_x, row]
-                        L_i[r] = l_row * LOG2_E if l_row != NEG_INF else -NEG_INF
-                        D_i[r] = D[b, h_x, row]
-            info = info_tile(None)
-            step = u32(0)
+            if from_dS and group == u32(2):
+                pass_turn(group)  # the first turn is the first consumer's
 
-            ptx.mbarrier_try_wait_parity(y_full(step), 0)
-            if info[step, TILE] != np.int32(LAST):
-                # The first step has no product of a step before beside it.
-                ptx.mbarrier_try_wait_parity(x_full(u32(0)), 0)
-                start_S(S, me, step)
-                if from_dS:
-                    ptx.mbarrier_try_wait_parity(x_full(u32(1)), 0)
-                    start_dP(dP, me, step)
-                prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
-                wait_first_S(S)
-                if plain:
-                    set_P(S, L_i, step, column, c)
-                if from_dS:
-                    wait_both(dP, S)
-                    if leader:
-                        ptx.mbarrier_arrive(w_empty(step))
-                if not plain:
-                    change_scores(
-                        S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q, N_k
-                    )
-                elif from_dS:
-                    set_dS(S, dP, D_i, step, column)
-                round_scores(dP if from_dS else S, P, hidden)
-
-                while True:
-                    last = step
-                    step = u32(step + u32(1))
-                    ptx.mbarrier_try_wait_parity(y_full(step), step // u32(y_stages) & u32(1))
-                    if info[step % u32(infos), TILE] == np.int32(LAST):
-                        break
+            while True:
+                ptx.mbarrier_try_wait_parity(x_full(u32(0)), n & u32(1))
+                # What is made of `step`, addresses and descriptors, stays in uniform registers if
+                # ptxas sees that all lanes leave the loops together. Of what was read from shared
+                # memory it does not know that.
+                left = uniform(told[0, STEPS])
+                if left == np.int32(LAST):
+                    break
+                h_x, b = uniform(told[0, HEAD]), uniform(told[0, BATCH])
+                mine = np.int32(uniform(told[0, TILE]) * np.int32(STAYING) + my_row)
+                # Products keep a consumer's warps together. At the end of a tile, where one may
+                # compute rows again, or in a tile without steps nothing does. If the leader gave
+                # X back twice before a slow warp looks at x_full, two phases would be over: their
+                # parity is that of none, and the warp would wait for ever.
+                ptx.bar_sync(u32(group + u32(CONSUMERS)), THREADS)
+                if not of_keys:
+                    for r in range(2):
+                        row = np.int64(mine) + 8 * r
+                        L_i[r], D_i[r] = NEG_INF, ZERO
+                        if row < N_q:
+                            L_i[r], D_i[r] = L[b, h_x, row], D[b, h_x, row]
+                zero = np.float32(h_x)  # see `finish`
+                clear_acc(acc)
+                if left > np.int32(0):
+                    # The first step has no product of a step before beside it.
+                    wait_Y(step)
                     start_S(S, me, step)
-                    start_acc(acc, P, last)
-                    prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
-                    wait_S(S)
-                    if from_dS and early_dP:
+                    if from_dS:
+                        ptx.mbarrier_try_wait_parity(x_full(u32(1)), n & u32(1))
+                        wait_W(step)
                         start_dP(dP, me, step)
+                    if not of_keys:
+                        for r in range(2):  # rows without keys, or past the last: P = 0
+                            L_i[r] = L_i[r] * LOG2_E if L_i[r] != NEG_INF else -NEG_INF
+                    prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                    wait_first_S(S)
+                    if leader and not from_dS:
+                        ptx.mbarrier_arrive(y_empty(step))
                     if plain:
                         set_P(S, L_i, step, column, c)
-                        # ptxas would wait first of all. A branch on what came so far keeps it here.
-                        ptx.trap_if_negative(S[0] + S[in_S - 1])
                     if from_dS:
-                        if not early_dP:
-                            start_dP(dP, me, step)
-                        wait_dP(acc, P, S, dP)
-                    else:
-                        wait_acc(acc, P, S)
-                    if leader:  # the last product is complete, and so is dP
-                        ptx.mbarrier_arrive(y_empty(last))
-                        ptx.mbarrier_arrive(w_empty(step if from_dS else last))
+                        wait_both(dP, S)
+                        if leader:
+                            ptx.mbarrier_arrive(w_empty(step))
                     if not plain:
                         change_scores(
                             S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q, N_k
@@ -464,19 +520,82 @@ def build(
                         set_dS(S, dP, D_i, step, column)
                     round_scores(dP if from_dS else S, P, hidden)
 
-                start_acc(acc, P, last)
-                wait_last(acc, P)
+                    while ptx.vote_any(left > np.int32(1)):
+                        left = np.int32(left - np.int32(1))
+                        last = step
+                        step = u32(step + u32(1))
+                        if from_dS:
+                            take_turn(group)
+                            start_acc(acc, P, last)
+                            wait_Y(step)
+                            start_S(S, me, step)
+                            pass_turn(group)
+                            prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                            wait_acc(acc, P)
+                            if leader:
+                                ptx.mbarrier_arrive(y_empty(last))
+                            wait_S(S)
+                            if plain:
+                                set_P(S, L_i, step, column, c)
+                                finish(S, zero)
+                            wait_W(step)
+                            take_turn(group)
+                            start_dP(dP, me, step)
+                            pass_turn(group)
+                            wait_both(dP, S)
+                            if leader:
+                                ptx.mbarrier_arrive(w_empty(step))
+                        else:
+                            wait_Y(step)
+                            start_S(S, me, step)
+                            wait_W(last)
+                            start_acc(acc, P, last)
+                            prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                            wait_S(S)
+                            if leader:
+                                ptx.mbarrier_arrive(y_empty(step))
+                            if plain:
+                                set_P(S, L_i, step, column, c)
+                                finish(S, zero)
+                            wait_acc(acc, P)
+                            if leader:
+                                ptx.mbarrier_arrive(w_empty(last))
+                        if not plain:
+                            change_scores(
+                                S, dP, L_i, D_i, scale, score_args, info, step, mine, column, N_q,
+                                N_k,
+                            )  # fmt: skip
+                        elif from_dS:
+                            set_dS(S, dP, D_i, step, column)
+                        round_scores(dP if from_dS else S, P, hidden)
 
-            factor = scale if from_dS else ONE
-            batch, head, row = np.int64(b), np.int64(h_x), np.int64(mine)
-            write(out, acc, factor, factor, batch, head, row, N, 0)
-            if ptx.vote_any(zero_of(acc) != ZERO):
-                cuda.syncwarp()  # all its lanes see the warp's stores
-                recompute(
-                    Q, K, V, dO, hbm.phase(L, 1), hbm.phase(D, 1), hbm.phase(out, 1), scale,
-                    mask_args, score_args, batch, head, np.int64(group_size),
-                    row - np.int64(cuda.laneid) // 4, N_q, N_k,
-                )  # fmt: skip
+                    if leader:
+                        ptx.mbarrier_arrive(x_empty(u32(0)))
+                    if not from_dS:
+                        wait_W(step)
+                    start_acc(acc, P, step)
+                    wait_last(acc, P)
+                    if leader:
+                        ptx.mbarrier_arrive(y_empty(step) if from_dS else w_empty(step))
+                    step = u32(step + u32(1))
+                elif leader:
+                    if from_dS:
+                        ptx.mbarrier_try_wait_parity(x_full(u32(1)), n & u32(1))
+                    ptx.mbarrier_arrive(x_empty(u32(0)))
+
+                factor = scale if from_dS else ONE
+                batch, head, row = np.int64(b), np.int64(h_x), np.int64(mine)
+                write(out, acc, factor, factor, batch, head, row, N, 0)
+                if ptx.vote_any(zero_of(acc) != ZERO):
+                    cuda.syncwarp()  # all its lanes see the warp's stores
+                    recompute(
+                        Q, K, V, dO, hbm.phase(L, 1), hbm.phase(D, 1), hbm.phase(out, 1), scale,
+                        mask_args, score_args, batch, head, np.int64(group_size),
+                        row - np.int64(cuda.laneid) // 4, N_q, N_k,
+                    )  # fmt: skip
+                n = u32(n + u32(1))
+            if from_dS and group == u32(1):
+                take_turn(group)  # the last turn that was handed on; nobody takes it
 
     return hbm.jit(fa3_gradient, f"fa3_{gradient}", threads), shared_bytes
 
@@ -498,7 +617,7 @@ def launch(problem: Problem, A: Operands, *gradients: str) -> None:
         rows = stays if gradient == "dQ" else goes
         A.run(
             kernel,
-            -(-N // STAYING) * heads * p.B,
+            min(-(-N // STAYING) * heads * p.B, processors(A.device)),
             THREADS * (1 + CONSUMERS),
             shared_bytes,
             A.boxes(X, x_box, stays),
@@ -509,7 +628,7 @@ def launch(problem: Problem, A: Operands, *gradients: str) -> None:
             A.array("L", rows, again),
             A.array("D", rows, again),
             A.array(gradient, "epilogue", again),
-            min(SECTION, heads * p.B) if p.mask.rule.bounded else 1,
+            min(SECTIONS[p.mask.rule.bounded], heads * p.B),
             A.scale,
             A.mask_args("tile range"),
             A.mask_args("mask"),
