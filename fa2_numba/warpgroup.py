@@ -85,6 +85,7 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, B_c, device)
     _, changed = change.functions(device, np.float32)
     elementwise = rule.elementwise
+    words = -(-n // 128)  # a thread has 32 of 128 columns
 
     @device
     def change_scores(S, state, scale, i, j):
@@ -95,25 +96,40 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
                     S[4 * c + 2 * r + e] = changed(state, i + 8 * r, j + 8 * c + e, s)
 
     @device
+    def bits_before(end):
+        """Bit 2 c + e for each column 8 c + e, of 128, that comes before `end`."""
+        end = min(max(end, np.int32(0)), np.int32(128))
+        count = end // np.int32(8) * np.int32(2) + min(end % np.int32(8), np.int32(2))
+        return u32((np.uint64(1) << np.uint64(count)) - np.uint64(1))
+
+    @device
     def mask_scores(S, mask_args, b, h, row, j, N_q, N_k):
+        seen = cuda.local.array(words, np.uint32)
         for r in range(2):
             i, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
-            # Hidden from libNVVM, which would make a case of its own of each that it understands,
-            # and ptxas then keeps the scores twice.
-            first = mov_b32(np.int32(lo - j))
-            end = mov_b32(np.int32(hi - j))
+            first, end = np.int32(lo - j), np.int32(hi - j)
+            # Bits, of which an instruction makes seven predicates; to compare each column with
+            # both bounds takes two. Hidden from libNVVM, which would make a case of its own of each
+            # word that it understands, and ptxas then keeps the scores twice.
+            for word in range(words):
+                before = np.int32(128 * word)
+                bits = bits_before(end - before) & ~bits_before(first - before)
+                seen[word] = u32(mov_b32(np.int32(bits)))
             for c in range(n // 8):
                 for e in range(2):
-                    if np.int32(8 * c + e) < first or np.int32(8 * c + e) >= end:
+                    if not seen[c // 16] & u32(1 << (2 * (c % 16) + e)):
                         S[4 * c + 2 * r + e] = NEG_INF
-                    elif elementwise:
-                        if not visible(mask_args, b, h, i, j + 8 * c + e):
-                            S[4 * c + 2 * r + e] = NEG_INF
+            if elementwise:
+                for c in range(n // 8):
+                    for e in range(2):
+                        if S[4 * c + 2 * r + e] != NEG_INF:  # so inside the bounds
+                            if not visible(mask_args, b, h, i, j + 8 * c + e):
+                                S[4 * c + 2 * r + e] = NEG_INF
 
     return change_scores, mask_scores
 
 
-def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
+def online_softmax(n: int, dtype: str, late: bool) -> tuple[Any, Any]:
     """The online-softmax step on 64 x n scores, in two parts between which O may be rescaled.
 
     ``S * c`` are powers of 2. m, l, alpha, shift are those of rows r = 0 and 1; l is this lane's
@@ -125,18 +141,22 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
         Columns.
     dtype : str
         What P~ is rounded to.
-    maxima_first : bool
-        Whether row 1's maximum is found before the exponentials of row 0, or among them: that
-        takes more registers and less time.
+    late : bool
+        Whether the first part has 7/8 of the exponentials, after both maxima; else half of them,
+        row 1's maximum among them.
 
     Returns
     -------
     begin_softmax : device function ``(S, m, l, alpha, shift, c) -> changed``
-        Both new maxima m, l and the factor alpha of O; whether one of them is not 1. P~ of row 0.
+        Both new maxima m, l and the factor alpha of O; whether one of them is not 1. P~ of row 0
+        and, if late, of 3/4 of row 1.
     finish_softmax : device function ``(S, P, l, shift, c)``
-        P~ of row 1, and both rows rounded to 16 bits: an A of n k.
+        The rest of P~ and of row 1's l, and both rows rounded to 16 bits: an A of n k.
     """
     pack = PACK[dtype]
+    ahead = 3 * (n // 8) // 4 if late else 0  # of row 1's n / 8 pairs: those in the first part
+    # A branch on l is to find the unit of exponentials at work, so l leaves out its last 4 pairs.
+    summed = max(ahead - 4, 0)
 
     @device
     def settle(x, m, l, alpha, shift, c, r):
@@ -155,6 +175,12 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
         return changed
 
     @device
+    def exponentiate(S, shift, c, k):
+        """P~ of row 1's pair k."""
+        S[4 * k + 2] = ex2_approx_ftz_f32(S[4 * k + 2] * c - shift[1])
+        S[4 * k + 3] = ex2_approx_ftz_f32(S[4 * k + 3] * c - shift[1])
+
+    @device
     def begin_softmax(S, m, l, alpha, shift, c):
         # Two maxima and two sums of each row: the units have the next before the last is ready.
         x, y = max_f32(S[0], S[1]), max_f32(S[4], S[5])
@@ -163,7 +189,7 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
                 y = max_f32(y, max_f32(S[4 * k], S[4 * k + 1]))
             else:
                 x = max_f32(x, max_f32(S[4 * k], S[4 * k + 1]))
-        if maxima_first:
+        if late:
             z, w = max_f32(S[2], S[3]), max_f32(S[6], S[7])
             for k in range(2, n // 8):
                 if k % 2:
@@ -173,12 +199,12 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
         else:
             z, w = NEG_INF, NEG_INF
         changed = settle(max_f32(x, y), m, l, alpha, shift, c, 0)
-        if maxima_first:
+        if late:
             changed = settle(max_f32(z, w), m, l, alpha, shift, c, 1) or changed
         sum_0, sum_1 = ZERO, ZERO
         for k in range(n // 8):
             p = ex2_approx_ftz_f32(S[4 * k] * c - shift[0])
-            if not maxima_first:
+            if not late:
                 if k % 2:
                     w = max_f32(w, max_f32(S[4 * k + 2], S[4 * k + 3]))
                 else:
@@ -188,19 +214,26 @@ def online_softmax(n: int, dtype: str, maxima_first: bool) -> tuple[Any, Any]:
             sum_0 += p
             sum_1 += q
         l[0] += sum_0 + sum_1
-        if not maxima_first:
+        if late:
+            sum_0, sum_1 = ZERO, ZERO
+            for k in range(ahead):
+                exponentiate(S, shift, c, k)
+                if k < summed:
+                    sum_0 += S[4 * k + 2]
+                    sum_1 += S[4 * k + 3]
+            l[1] += sum_0 + sum_1
+        else:
             changed = settle(max_f32(z, w), m, l, alpha, shift, c, 1) or changed
         return changed
 
     @device
     def finish_softmax(S, P, l, shift, c):
         sum_0, sum_1 = ZERO, ZERO
-        for k in range(n // 8):
-            p = ex2_approx_ftz_f32(S[4 * k + 2] * c - shift[1])
-            q = ex2_approx_ftz_f32(S[4 * k + 3] * c - shift[1])
-            S[4 * k + 2], S[4 * k + 3] = p, q
-            sum_0 += p
-            sum_1 += q
+        for k in range(summed, n // 8):
+            if k >= ahead:
+                exponentiate(S, shift, c, k)
+            sum_0 += S[4 * k + 2]
+            sum_1 += S[4 * k + 3]
         l[1] += sum_0 + sum_1
         for k in range(n // 8):
             P[2 * k] = pack(S[4 * k + 1], S[4 * k])

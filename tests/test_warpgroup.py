@@ -14,7 +14,7 @@ from fa2_numba.formats import FORMATS
 
 on_the_simulator = pytest.mark.skipif(not simulator.ACTIVE, reason="runs on the simulator")
 
-N = 32  # columns of scores
+N = 64  # columns of scores
 HELD = N // 2  # registers of a thread: of rows r = 0 and 1
 
 
@@ -24,7 +24,12 @@ def place(lane: int, register: int) -> tuple[int, int]:
     return lane // 4 + 8 * r, 8 * c + 2 * (lane % 4) + e
 
 
-ROW, COLUMN = np.array([[place(t, k) for k in range(HELD)] for t in range(32)]).transpose(2, 0, 1)
+def places(held: int) -> np.ndarray:
+    """Rows and columns of a warp's accumulators, `held` a thread."""
+    return np.array([[place(t, k) for k in range(held)] for t in range(32)]).transpose(2, 0, 1)
+
+
+ROW, COLUMN = places(HELD)
 
 
 def run(kernel: Any, *args: Any) -> None:
@@ -32,38 +37,49 @@ def run(kernel: Any, *args: Any) -> None:
     launch.launch(hbm.jit(kernel), 1, 32, 0, 0, *args)
 
 
-def softmax_begun(S: np.ndarray, before: np.ndarray, c: float, maxima_first: bool) -> Any:
-    """m, l, alpha of 16 rows, which lanes saw a change, and the scores, after `begin_softmax`."""
-    begin, _ = warpgroup.online_softmax(N, "bf16", maxima_first)
+@pytest.fixture
+def pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding to 16 bits is of sm_90; here 0 stands for two such numbers."""
+    monkeypatch.setitem(warpgroup.PACK, "bf16", lambda high, low: np.uint32(0))
+
+
+def softmax_step(S: np.ndarray, before: np.ndarray, c: float, late: bool) -> Any:
+    """m, l, alpha of 16 rows, the scores, both after each part; which lanes saw a change."""
+    begin, finish = warpgroup.online_softmax(N, "bf16", late)
 
     def kernel(S, before, c, numbers, changed, after):
         lane = cuda.threadIdx.x
-        own = cuda.local.array(HELD, np.float32)
+        own, P = cuda.local.array(HELD, np.float32), cuda.local.array(HELD // 2, np.uint32)
         m, l = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
         alpha, shift = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
         for k in range(HELD):
             own[k] = S[lane, k]
         for r in range(2):
             m[r], l[r] = before[lane // 4 + 8 * r, 0], before[lane // 4 + 8 * r, 1]
-        changed[lane] = begin(own, m, l, alpha, shift, c)
-        for r in range(2):
-            row = lane // 4 + 8 * r
-            numbers[lane % 4, row, 0], numbers[lane % 4, row, 1] = m[r], l[r]
-            numbers[lane % 4, row, 2] = alpha[r]
-        for k in range(HELD):
-            after[lane, k] = own[k]
+        for part in range(2):
+            if part == 0:
+                changed[lane] = begin(own, m, l, alpha, shift, c)
+            else:
+                finish(own, P, l, shift, c)
+            for r in range(2):
+                row = lane // 4 + 8 * r
+                numbers[part, lane % 4, row, 0], numbers[part, lane % 4, row, 1] = m[r], l[r]
+                numbers[part, lane % 4, row, 2] = alpha[r]
+            for k in range(HELD):
+                after[part, lane, k] = own[k]
 
-    numbers, changed = np.zeros((4, 16, 3), np.float32), np.zeros(32, np.bool_)
-    after = np.zeros((32, HELD), np.float32)
+    numbers, changed = np.zeros((2, 4, 16, 3), np.float32), np.zeros(32, np.bool_)
+    after = np.zeros((2, 32, HELD), np.float32)
     run(kernel, S[ROW, COLUMN], before, np.float32(c), numbers, changed, after)
-    back = np.full((16, N), np.nan, np.float32)
-    back[ROW, COLUMN] = after
+    back = np.full((2, 16, N), np.nan, np.float32)
+    back[:, ROW, COLUMN] = after
     return numbers, changed, back
 
 
 @on_the_simulator
-@pytest.mark.parametrize("maxima_first", [False, True])
-def test_the_softmax_step(maxima_first: bool) -> None:
+@pytest.mark.usefixtures("pack")
+@pytest.mark.parametrize("late", [False, True])
+def test_the_softmax_step(late: bool) -> None:
     rng = np.random.default_rng(7)
     S = (4 * rng.standard_normal((16, N))).astype(np.float32)
     S[3] = -np.inf  # sees no key here, nor before
@@ -74,34 +90,43 @@ def test_the_softmax_step(maxima_first: bool) -> None:
     )  # no key yet, or larger than all here
     before[3, 0] = -np.inf
     c = 0.7
-    numbers, changed, back = softmax_begun(S, before, c, maxima_first)
+    numbers, changed, back = softmax_step(S, before, c, late)
     m = np.maximum(before[:, 0], S.max(axis=1))
-    np.testing.assert_array_equal(numbers[:, :, 0], np.broadcast_to(m, (4, 16)))
+    np.testing.assert_array_equal(numbers[..., 0], np.broadcast_to(m, (2, 4, 16)))
     alpha = np.where(m > before[:, 0], np.where(np.isinf(before[:, 0]), 0, np.nan), 1)
-    np.testing.assert_array_equal(numbers[:, :, 2], np.broadcast_to(alpha, (4, 16)))
+    np.testing.assert_array_equal(numbers[..., 2], np.broadcast_to(alpha, (2, 4, 16)))
     for row in range(16):
         quad = slice(4 * (row % 8), 4 * (row % 8) + 4)
         both = [row % 8, row % 8 + 8]
         assert np.all(changed[quad] == np.any(m[both] > before[both, 0]))
-    shift = np.where(np.isinf(m), 0, m)[:8, None]
-    expected = np.exp2((S[:8].astype(np.float64) - shift) * c)  # row 0 of each thread; row 1 later
-    np.testing.assert_allclose(back[:8], expected, rtol=1e-5)
-    np.testing.assert_array_equal(back[8:], S[8:])
-    np.testing.assert_allclose(numbers[:, :8, 1].sum(axis=0), expected.sum(axis=1), rtol=1e-5)
-    assert np.all(back[3] == 0)
+    shift = np.where(np.isinf(m), 0, m)[:, None]
+    expected = np.exp2((S.astype(np.float64) - shift) * c)
+    begun = 3 * N // 4 if late else 0  # row 1 of each thread in the first part; row 0 is complete
+    np.testing.assert_allclose(back[0, :8], expected[:8], rtol=1e-5)
+    np.testing.assert_allclose(back[0, 8:, :begun], expected[8:, :begun], rtol=1e-5)
+    np.testing.assert_array_equal(back[0, 8:, begun:], S[8:, begun:])
+    np.testing.assert_allclose(back[1], expected, rtol=1e-5)
+    l = numbers[..., 1].sum(axis=1)
+    np.testing.assert_allclose(l[0, :8], expected[:8].sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(l[1], expected.sum(axis=1), rtol=1e-5)
+    # What a branch on row 1's l need not wait for is added later.
+    of_row_1 = expected[8:, : begun - 32 if late else 0].sum(axis=1)
+    np.testing.assert_allclose(l[0, 8:], of_row_1, rtol=1e-5)
+    assert np.all(back[:, 3] == 0)
 
 
 @on_the_simulator
+@pytest.mark.usefixtures("pack")
 @pytest.mark.parametrize(("largest", "leaves"), [(2.0**26, False), (2.0**28, True), (np.inf, True)])
 def test_scores_that_leave_the_range_are_found(largest: float, leaves: bool) -> None:
     """m c is rounded: P~ of scores so large may be 0 or infinite. It is NaN, and so found."""
     S = np.zeros((16, N), np.float32)
     S[:, 0] = largest
     before = np.full((16, 2), [-np.inf, 0], np.float32)
-    _, _, back = softmax_begun(S, before, 1.0, True)
-    assert np.isnan(back[:8, 0]).all() == leaves
+    _, _, back = softmax_step(S, before, 1.0, True)
+    assert np.isnan(back[:, :8, 0]).all() == leaves
     if not leaves:
-        assert np.all((back[:8, 0] >= 2.0**-4) & (back[:8, 0] <= 2.0**4))
+        assert np.all((back[:, :8, 0] >= 2.0**-4) & (back[:, :8, 0] <= 2.0**4))
 
 
 @on_the_simulator
@@ -114,26 +139,27 @@ def test_scores_that_leave_the_range_are_found(largest: float, leaves: bool) -> 
     ],
     ids=["causal", "window", "skip"],
 )
-def test_masked_scores(mask: masking.Mask, visible: Any) -> None:
-    _, finish = warpgroup.score_finisher(N, N, mask.rule, masking.UNCHANGED)
-    N_q, N_k, first, j = 70, 90, 64, 64  # rows up to 79: some do not exist
+@pytest.mark.parametrize(("n", "N_k"), [(32, 90), (144, 200), (144, 270)])
+def test_masked_scores(mask: masking.Mask, visible: Any, n: int, N_k: int) -> None:
+    _, finish = warpgroup.score_finisher(n, n, mask.rule, masking.UNCHANGED)
+    N_q, first, j, held = 70, 64, 64, n // 2  # rows up to 79: some do not exist
 
     def kernel(S, args):
         lane = cuda.threadIdx.x
-        own = cuda.local.array(HELD, np.float32)
-        for k in range(HELD):
+        own = cuda.local.array(held, np.float32)
+        for k in range(held):
             own[k] = S[lane, k]
         finish(own, args, 0, 0, first + lane // 4, j + 2 * (lane % 4), N_q, N_k)
-        for k in range(HELD):
+        for k in range(held):
             S[lane, k] = own[k]
 
-    S = np.ones((32, HELD), np.float32)
+    S = np.ones((32, held), np.float32)
     run(kernel, S, mask.args)
-    seen = np.zeros((16, N), bool)
-    seen[ROW, COLUMN] = S == 1
+    seen = np.zeros((16, n), bool)
+    seen[tuple(places(held))] = S == 1
     assert np.all((S == 1) | (S == -np.inf))
-    expected = np.zeros((16, N), bool)
-    expected[: N_q - first, : N_k - j] = visible(N_q, N_k)[first:, j : j + N]
+    expected = np.zeros((16, n), bool)
+    expected[: N_q - first, : N_k - j] = visible(N_q, N_k)[first:, j : j + n]
     np.testing.assert_array_equal(seen, expected)
 
 

@@ -137,7 +137,9 @@ def build(
     prepare, _ = change.functions(hbm.device, np.float32)
     elementwise, plain = rule.elementwise, change is UNCHANGED and not scaled
     change_scores, mask_scores = score_finisher(B_c, B_c, rule, change)
-    begin_softmax, finish_softmax = online_softmax(B_c, dtype, maxima_first=consumers == 3)
+    # With d this small a step's exponentials take as long as its products: let P V run beside most.
+    late = d <= 64
+    begin_softmax, finish_softmax = online_softmax(B_c, dtype, late)
     rescale, write = rescaler(width), output_writer(d, width, dtype, store_width)
     zero_of, recompute = zero_times(width), row_recomputer(d, rule, change, fmt)
     load_Q, load_KV = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (ROWS, B_c))
@@ -231,7 +233,7 @@ def build(
     def finish_PV(S, P, acc, l, alpha, leader, step):
         """O += P V of the step before is complete: V may be replaced."""
         # ptxas would wait first of all. A branch on what the softmax made so far keeps it here.
-        ptx.trap_if_negative(l[0] + alpha[1])
+        ptx.trap_if_negative(l[1] + alpha[0] if late else l[0] + alpha[1])
         wait_O(acc, P, S)
         if leader:
             ptx.mbarrier_arrive(v_empty(u32(step - u32(1))))
