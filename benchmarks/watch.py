@@ -13,6 +13,8 @@ import time
 from collections.abc import Generator
 from typing import Any
 
+from benchmarks.environment import first_gpu
+
 Sample = tuple[float, float, float]  # SM clock in MHz, power in W, temperature in degrees Celsius
 
 NVML_SECONDS = 0.005

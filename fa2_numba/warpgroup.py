@@ -85,6 +85,7 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, B_c, device)
     _, changed = change.functions(device, np.float32)
     elementwise = rule.elementwise
+    words = -(-n // 128)  # a thread has 32 of 128 columns
 
     @device
     def change_scores(S, state, scale, i, j):
@@ -103,20 +104,21 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
 
     @device
     def mask_scores(S, mask_args, b, h, row, j, N_q, N_k):
+        seen = cuda.local.array(words, np.uint32)
         for r in range(2):
             i, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
             first, end = np.int32(lo - j), np.int32(hi - j)
-            for c_0 in range(0, n // 8, 16):
-                # Bits, of which an instruction makes seven predicates; to compare each column
-                # with both bounds takes two. Hidden from libNVVM, which would make a case of its
-                # own of each word that it understands, and ptxas then keeps the scores twice.
-                before = np.int32(8 * c_0)
-                seen = bits_before(end - before) & ~bits_before(first - before)
-                seen = u32(mov_b32(np.int32(seen)))
-                for c in range(c_0, min(c_0 + 16, n // 8)):
-                    for e in range(2):
-                        if not seen & u32(1 << (2 * (c - c_0) + e)):
-                            S[4 * c + 2 * r + e] = NEG_INF
+            # Bits, of which an instruction makes seven predicates; to compare each column with
+            # both bounds takes two. Hidden from libNVVM, which would make a case of its own of each
+            # word that it understands, and ptxas then keeps the scores twice.
+            for word in range(words):
+                before = np.int32(128 * word)
+                bits = bits_before(end - before) & ~bits_before(first - before)
+                seen[word] = u32(mov_b32(np.int32(bits)))
+            for c in range(n // 8):
+                for e in range(2):
+                    if not seen[c // 16] & u32(1 << (2 * (c % 16) + e)):
+                        S[4 * c + 2 * r + e] = NEG_INF
             if elementwise:
                 for c in range(n // 8):
                     for e in range(2):
