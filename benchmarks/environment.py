@@ -16,7 +16,7 @@ PACKAGES += ("flash-attn-4", "nvidia-cutlass-dsl", "hypothesis")
 
 
 def first_gpu() -> str:
-    """Number or UUID of the first GPU that CUDA sees, in the order of PCI, as nvidia-smi takes it."""
+    """Number (in the order of PCI) or UUID of the first GPU that CUDA sees, for nvidia-smi."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 

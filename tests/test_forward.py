@@ -8,6 +8,7 @@ import time
 import pytest
 
 comparison = pytest.importorskip("benchmarks.comparison")
+environment = pytest.importorskip("benchmarks.environment")
 forward = pytest.importorskip("benchmarks.forward")
 long_context = pytest.importorskip("benchmarks.long_context")
 summary = pytest.importorskip("benchmarks.summary")
@@ -289,6 +290,19 @@ def test_a_line_of_nvidia_smi():
     clock, watts, heat = watch.sample("1980, [N/A], 61\n")
     assert (clock, heat) == (1980.0, 61.0)
     assert math.isnan(watts)
+
+
+@pytest.mark.parametrize(
+    ("visible", "first"),
+    [(None, "0"), ("", "0"), ("1", "1"), ("3,0", "3"), ("GPU-1f, GPU-2f", "GPU-1f")],
+)
+def test_the_gpu_of_the_record_is_the_one_that_runs(
+    visible: str | None, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment.first_gpu() == first
 
 
 # --- outputs that are right, and that are not ------------------------------------------------
