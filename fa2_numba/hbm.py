@@ -165,8 +165,8 @@ class CountedBoxes:
 
     Notes
     -----
-    The copy of a box is one request; elements are those of the box that exist, sectors those that
-    they lie in, each row by itself.
+    The copy of a box is one request. Elements are those of the box that exist; sectors those of the
+    whole box, as the hardware counts them: what is outside of the array comes as zeros.
     """
 
     def __init__(self, counted: Counted, address: int):
@@ -507,21 +507,15 @@ def box_loader(boxes: int, rows: int, columns: int) -> Any:
 
             def counted(A, at, full, row, head, batch):
                 C = A.counted
-                b, h, n = np.int64(batch), np.int64(head), np.int64(row)
-                there = min(np.int64(rows), C.data.shape[2] - n)
+                there = min(np.int64(rows), C.data.shape[2] - np.int64(row))
                 for box in range(boxes):
                     first = np.int64(box * columns)
                     wide = min(np.int64(columns), C.data.shape[3] - first)
-                    sectors = np.int64(0)
-                    for r in range(there):
-                        start = _address(C.data, (b, h, n + r, first))
-                        last = _address(C.data, (b, h, n + r, first + wide - 1)) + 1
-                        sectors += (last >> 5) - (start >> 5) + 1
                     elements = max(there, 0) * wide
                     cuda.atomic.add(C.tally, (C.row, LOAD, ELEMENTS), elements)
                     cuda.atomic.add(C.tally, (C.row, LOAD, DISTINCT), elements)
                     cuda.atomic.add(C.tally, (C.row, LOAD, REQUESTS), 1)
-                    cuda.atomic.add(C.tally, (C.row, LOAD, SECTORS), sectors)
+                    cuda.atomic.add(C.tally, (C.row, LOAD, SECTORS), size // 32)
                     place = np.uint32(at + np.uint32(box * size))
                     copy(place, A.address, box * columns, row, head, batch, full)
 

@@ -580,7 +580,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Boxes(Pattern):
-    """Copies of boxes of 64 columns: a request each; each row of a box has sectors of its own."""
+    """Copies of boxes of 64 columns: a request each, whose sectors are those of the whole box."""
 
     boxes: int = 1
 
@@ -596,9 +596,10 @@ class Boxes(Pattern):
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
-        """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
-        elements, _, sectors = super().counts(strides, rows, columns, starts)
-        return elements, sum(starts) * self.boxes, sectors
+        """As `Pattern.counts`; a box is asked for and comes whole, even if nothing of it exists."""
+        elements, _, _ = super().counts(strides, rows, columns, starts)
+        n, size = sum(starts), math.prod(self.shape) * DTYPE_BYTES["fp16"]
+        return elements, n * self.boxes, n * size // SECTOR
 
 
 def _warps(place: Ints, threads: int) -> Ints:

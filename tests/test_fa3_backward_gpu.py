@@ -388,6 +388,6 @@ def test_what_memory_it_needs(
     H, tile = H_k * group, hopper_backward(d).B_r * ceil_div(d, 64) * 64
     sizes = [x.numel() * x.element_size() for x in got] + [4 * B * H * n_q]
     if not deterministic and d <= 128:
-        sizes.append(4 * B * H * ceil_div(n_q, 64) * tile)
+        sizes.append(4 * B * H * ceil_div(n_q, hopper_backward(d).B_r) * tile)
     blocks = sum(ceil_div(size, 512) * 512 for size in sizes)  # torch's allocator rounds up
     assert torch.cuda.max_memory_allocated() - before == blocks

@@ -455,7 +455,9 @@ def assert_as_accurate(torch: Any, three: tuple[Any, ...], mask: str) -> None:
     ("d", "dtype"), [(64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp16")]
 )
 def test_as_accurate_as_torch(torch: Any, d: int, dtype: str, mask: str) -> None:
-    three = qkv(torch, 1024, 1024, d, dtype, B=2, H=4, H_k=4)
+    # So many heads that torch has blocks enough: with few it splits the keys, and of each part the
+    # largest P is 1, which is exact.
+    three = qkv(torch, 1024, 1024, d, dtype, B=4, H=8, H_k=8)
     assert_as_accurate(torch, three, mask)
 
 

@@ -831,9 +831,9 @@ def test_the_command_shows_every_launch_and_ends_with_0(as_if_gpu, tmp_path, cap
     argv = ["verify", "--ncu", honest(tmp_path), "--n", "12", "--d", "4"]
     assert main([*argv, "--causal"]) == 0
     out = capsys.readouterr().out
-    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 16"):
+    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 17"):
         assert text in out
-    assert "112 of 112 counted numbers equal the hardware's, in 7 launches." in out
+    assert "119 of 119 counted numbers equal the hardware's, in 7 launches." in out
     assert "84 of 84 predicted numbers equal the counted." in out
     assert "reduction" not in out
 
@@ -842,7 +842,7 @@ def test_the_command_takes_backward_methods_and_shows_reductions(as_if_gpu, tmp_
     argv = ["verify", "--ncu", honest(tmp_path), "--n", "12", "--d", "4"]
     assert main([*argv, "--method", "fa2_backward"]) == 0
     out = capsys.readouterr().out
-    assert "reduction" in out and "48 of 48 counted numbers" in out and "in 3 launches." in out
+    assert "reduction" in out and "51 of 51 counted numbers" in out and "in 3 launches." in out
     assert set(cli.VERIFIED) == {*METHODS, *METHODS_BACKWARD}
 
 
@@ -981,12 +981,12 @@ def test_the_benchmark_records_every_number(benchmark, tmp_path, monkeypatch, ca
     monkeypatch.setitem(SUITES, "forward", suite)
     assert benchmark(honest(tmp_path, fault=True), "--cases", "forward") == 1
     record = json.loads((tmp_path / "verify.json").read_text())
-    # 5 launches with 16 numbers each; 2 more with 6 of shared memory besides. Not compared: 4
+    # 5 launches with 17 numbers each; 2 more with 6 of shared memory besides. Not compared: 3
     # numbers of each launch, and 2 more of shared memory.
-    assert (record["launches"], record["numbers"], record["differences"]) == (7, 124, 2)
+    assert (record["launches"], record["numbers"], record["differences"]) == (7, 131, 2)
     assert [Case.from_json(case) for case in record["cases"]] == [*cases[:3], cases[1]]
     assert len(record["rows"]) == 156
-    assert sum(row.get("exact") is False for row in record["rows"]) == 32
+    assert sum(row.get("exact") is False for row in record["rows"]) == 25
     assert [(row["case"], row["kernel"]) for row in record["rows"] if row["difference"]] == [
         (1, "fa2"),
         (3, "fa2"),
@@ -1013,7 +1013,7 @@ def test_the_benchmark_records_what_is_chosen(benchmark, tmp_path, monkeypatch, 
     assert [path.name for path in tmp_path.glob("*.json")] == ["verify_backward.json"]
     record = json.loads((tmp_path / "verify_backward.json").read_text())
     assert (record["launches"], record["differences"], len(record["cases"])) == (6, 0, 2)
-    assert record["numbers"] == 6 * 16 and record["not_on_this_gpu"] == ["instructions (TMA)"]
+    assert record["numbers"] == 6 * 17 and record["not_on_this_gpu"] == ["instructions (TMA)"]
     said = [row for row in record["rows"] if "predicted" in row]
     assert all(row["predicted"] == row["counted"] == row["hardware"] for row in said)
     assert {row["kernel"] for row in said if row["op"] == "reduction" and row["predicted"]} == {

@@ -125,7 +125,7 @@ COUNTERS = (
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
     # Copies of boxes, which the hardware makes: they do not pass through the unit (lsu) whose
     # requests and sectors are above, and no lane asks for their bytes. Their bytes are those of
-    # the sectors that L2 sends.
+    # whole boxes, zeros from outside of the array included.
     Counter("box copies", "load", "smsp__inst_executed_op_tma_ld.sum", optional=True),
     Counter(
         "box bytes",
@@ -133,15 +133,13 @@ COUNTERS = (
         "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",
         optional=True,
     ),
-    # Adds of a piece of shared memory, by the same unit. What L1 sends for them has not been read
-    # beside a count yet.
+    # Adds of a piece of shared memory, by the same unit.
     _patched("bulk adds", "reduction", "smsp__sass_inst_executed_op_tma_red.sum", True),
     Counter(
         "bulk bytes",
         "reduction",
         "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_red.sum",
         optional=True,
-        exact=False,
     ),
 )
 

@@ -270,8 +270,8 @@ def _boxes(operands: Any) -> set[Any]:
 def _sums(rows: Rows, boxes: Collection[Any]) -> Totals:
     """The sums over arrays and phases, by (quantity, op).
 
-    The bytes of boxes are those of whole sectors: nothing less comes from L2. An add of the copy
-    unit is of whole sectors, too.
+    The bytes of boxes are those of their sectors: whole boxes come. An add of the copy unit is of
+    whole sectors, too.
     """
     sums = {(quantity, op): 0 for quantity in ("bytes", *COUNTED) for op in OPS.values()}
     copies = pieces = adds = added = 0
