@@ -55,6 +55,9 @@ def test_nothing_is_said_while_runs_are_missing():
     assert loss_curves.overlay([]) is None
     assert loss_curves.overlay(OF_TORCH) is None
     assert loss_curves.overlay([run(OURS, 0, 0.0), *OF_TORCH[:1]]) is None
+    two_seeds = loss_curves.overlay([run(OURS, 0, 0.0), *OF_TORCH[:2]])
+    assert two_seeds["same"] is None
+    assert "ended before the last seed" in loss_curves.verdict(two_seeds)
 
 
 def test_curves_are_smoothed_over_a_window():
