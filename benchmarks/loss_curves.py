@@ -137,7 +137,12 @@ def verdict(found: dict[str, Any] | None) -> str:
         beside.append(f"with cuDNN's kernel {found['other_kernels']:.4f}")
     told = f" ({'; '.join(beside)})" if beside else ""
     answers = {True: "Within the noise of the seed", False: "Not within the noise of the seed"}
-    answer = answers.get(found["same"], "Not decided, since the run ended before the last seed")
+    by_those = found["ours"] <= found["seeds"] and found["ours_late"] <= found["seeds_late"]
+    answer = answers.get(
+        found["same"],
+        "Not decided, since the run ended before the last seed (by the two that ran, "
+        f"{'within' if by_those else 'not within'} their noise)",
+    )
     return (
         f"{answer}: from one seed the smoothed curves of fa2_numba and of "
         f"torch are at most {found['ours']:.4f} apart{told}, in the second half "

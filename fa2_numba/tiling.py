@@ -224,31 +224,23 @@ class Tiling:
     def hopper_backward_layout(self, d: int) -> tuple[dict[str, Ring], int]:
         """Shared memory of fa3_backward, in the order of its places, and its bytes.
 
-        K_j and V_j; Q_i and dO_i, L_i and D_i in as many places as there is space for; two dS_ij,
-        and two dQ_i in fp32; the barriers.
+        K_j and V_j; two each of Q_i, dO_i, L_i and D_i, dS_ij, and dQ_i in fp32; the barriers.
         """
-        boxes = ceil_div(d, BOX_COLUMNS)
-        for stages in (3, 2):
-            sizes = {
-                "K": (self.B_c * boxes * BANK_BYTES, 1),
-                "V": (self.B_c * boxes * BANK_BYTES, 1),
-                "Q": (self.B_r * boxes * BANK_BYTES, stages),
-                "dO": (self.B_r * boxes * BANK_BYTES, stages),
+        row = ceil_div(d, BOX_COLUMNS) * BANK_BYTES
+        return _placed(
+            {
+                "K": (self.B_c * row, 1),
+                "V": (self.B_c * row, 1),
+                "Q": (self.B_r * row, 2),
+                "dO": (self.B_r * row, 2),
                 "dS": (self.B_r * self.B_c * 2, 2),
-                "dQ": (self.B_r * boxes * BOX_COLUMNS * 4, 2),
-                "L, D": (2 * 4 * self.B_r, stages),
+                "dQ": (self.B_r * row * 2, 2),
+                "L, D": (2 * 4 * self.B_r, 2),
                 "info": (HOPPER_INFO, 1),
                 "K, V full": (8, 2),
-                **{
-                    f"{name} {state}": (8, stages)
-                    for name in ("Q", "dO")
-                    for state in ("full", "empty")
-                },
+                **{f"{of} {is_}": (8, 2) for of in ("Q", "dO") for is_ in ("full", "empty")},
             }
-            rings, end = _placed(sizes)
-            if end <= HOPPER_SHARED_BYTES:
-                break
-        return rings, end
+        )
 
     def hopper_registers(self, d: int) -> int:
         """Estimate of the registers of a thread of fa3's consumers: S, P and O, and 28 more."""
@@ -464,9 +456,9 @@ GRADIENT_ROWS = 64  # rows of a step of fa3's kernels of one gradient
 def gradient_layout(gradient: str, d: int) -> tuple[dict[str, Ring], int]:
     """Shared memory of fa3's kernel of one gradient, in the order of its places, and its bytes.
 
-    X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for, L
-    and D of twice as many Y. For each place of X to W a barrier that ends when it is full, one when
-    it is empty; and one barrier that is always open.
+    X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for; L
+    and D, in twice as many places as Y. For each place a barrier that ends when it is full, one
+    when it is empty, which X and Z share; and one barrier that is always open.
     """
     row = ceil_div(d, BOX_COLUMNS) * BANK_BYTES
     x_size, y_size = 2 * WARPGROUP_ROWS * row, GRADIENT_ROWS * row

@@ -22,6 +22,7 @@ BACKWARD = (  # d, dtype, mask, N_q, N_k, deterministic
     (128, "bf16", "window", 129, 129, False),
     (64, "fp16", "causal", 200, 70, True),  # rows without keys
     (256, "bf16", "causal", 65, 129, False),
+    (128, "bf16", "window", 65, 400, False),  # tiles of keys that no row sees
 )
 WINDOW = (100, 20)
 

@@ -75,6 +75,19 @@ def assert_addresses_are_uniform(code: Code) -> None:
     assert consumers_loop(code).count("R2UR") <= 8
 
 
+def unfenced_at_meetings(code: Code) -> list[int]:
+    """Stores to shared memory since the last fence, at each meeting of consumers and sender."""
+    found, stores = [], 0
+    for text in code.instructions:
+        if re.search(r"STSM|STS\.128", text):
+            stores += 1
+        elif "FENCE.VIEW.ASYNC" in text:
+            stores = 0
+        elif re.search(r"BAR\.SYNC\S* 0x1, 0x120", text):
+            found.append(stores)
+    return found
+
+
 # ---- dK, dV and dQ at once --------------------------------------------------------------------
 
 
@@ -98,7 +111,10 @@ def test_dQ_is_added_by_the_copy_unit(
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_backward_finish"]
     code, width = codes["fa3_backward"], -(-d // 16) * 16
     assert_in_flight(code, waits, {64, width}, dtype)
-    assert set(code.using("UBLKRED")) == {"UBLKRED.G.S.ADD.F32.RN"}
+    assert code.using("UBLKRED") == ["UBLKRED.G.S.ADD.F32.RN"] * 2  # in the loop and behind it
+    assert_addresses_are_uniform(code)
+    # The consumers meet in the first step, in the loop and behind it; the sender in two places.
+    assert unfenced_at_meetings(code) == [0] * 5
     assert code.using(r"STSM\.16\.MT88\.4") and code.using(r"STS\.128") and code.using(r"LDS\.64")
     assert code.stack <= stack and code.local == 0
     for name in ("fa3_backward_prepare", "fa3_backward_finish"):
@@ -152,6 +168,8 @@ def test_a_block_has_space(d: int) -> None:
     parts = [gradient_layout(gradient, d) for gradient in ("dQ", "dK", "dV")]
     if d <= 128:
         parts.append(hopper_backward(d).hopper_backward_layout(d))
+    for rings, _ in parts[:3]:  # dV frees Y while a slow warp may still read L
+        assert rings["L, D"].places == 2 * rings["Y"].places
     for rings, end in parts:
         assert end <= HOPPER_SHARED_BYTES
         places = sorted((r.start, r.start + r.size * r.places) for r in rings.values() if r.size)

@@ -18,7 +18,8 @@ from strategies import forall
 from test_fa3_gpu import bits, dtype_of, need, one_worker, same
 from test_fa3_gpu import torch as torch
 
-from fa2_numba import backward, io_model, traffic
+from fa2_numba import backward, io_model, plan, traffic
+from fa2_numba.kernels import fa3_gradients
 from fa2_numba.tiling import ceil_div, hopper_backward
 
 pytestmark = pytest.mark.gpu
@@ -240,6 +241,34 @@ def test_200_runs_agree_bitwise(
     if by_chance:
         step = float(torch.finfo(first[0].dtype).eps)
         assert float((again[0] - first[0]).abs().max()) <= step * float(first[0].abs().max())
+
+
+@of_kernels(CAUSAL_64, LARGE, WINDOW_128)
+def test_a_block_that_takes_many_tiles_gives_the_same_bits(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, d: int, dtype: str, mask: str, layout: str
+) -> None:
+    """Of one gradient a kernel: as many blocks as SMs take the tiles, some of them without steps."""
+    given = problem(torch, d, dtype, mask, 400, 1300, B=2, H_k=2, device="cpu")
+    given = on_gpu(given, layout)
+    how = options(mask) | {"deterministic": True}
+    first = run(given, **how)  # a block a tile: there are fewer than SMs
+    monkeypatch.setattr(fa3_gradients, "processors", lambda device: 3)
+    monkeypatch.setattr(plan, "_plans", plan.Plans(plan.KEPT))
+    again = run(given, **how)
+    fa3_cases.check_gradients(torch, again, given, mask=mask, window=WINDOW, dtype=dtype)
+    assert all(same(torch, a, b) for a, b in zip(first, again, strict=True))
+
+
+@of_kernels(WINDOW_128)
+def test_tiles_that_no_row_sees_beside_many_others(
+    torch: Any, d: int, dtype: str, mask: str, layout: str
+) -> None:
+    """Blocks that end at once, more than fit the GPU: what they loaded must not reach the next."""
+    for seed in range(3):
+        given = problem(torch, d, dtype, mask, 300, 6000, B=2, H_k=4, seed=seed, device="cpu")
+        given = on_gpu(given, layout)
+        got = run(given, **options(mask))
+        fa3_cases.check_gradients(torch, got, given, mask=mask, window=WINDOW, dtype=dtype)
 
 
 # ---- where arrays lie -------------------------------------------------------------------------

@@ -63,14 +63,15 @@ from fa2_numba.warpgroup import (
 )
 
 CONSUMERS = 2
-# Registers of a thread, by how many boxes of 64 columns d takes. A consumer waits for its own until
-# the producer has given back enough: together they may have 168 for each thread of the block.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = {1: 72, 2: 40}, {1: 216, 2: 232}
-# What the producer tells the consumers of a step.
+# Registers of a thread of the producer and of a consumer, by how many boxes of 64 columns d takes.
+# A consumer waits for its own until the producer has given back enough: together they may have 168
+# for each thread of the block.
+REGISTERS = {1: (72, 216), 2: (40, 232)}
+# What the producer tells the consumers, and its own warp that sends dQ, of a step.
 ROW_TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
 LAST = -1  # as ROW_TILE: there is no further step
-# Heads whose tiles go by length together, under a mask: what they read and add to stays in L2.
-SECTION = 8
+HEADS_IN_L2 = 8  # whose tiles go by length together, under a mask: what they add to stays in L2
+MEETING = 1  # the named barrier at which both consumers and the warp that sends dQ meet
 
 
 @cache.built
@@ -109,11 +110,12 @@ def build(
     assert halves * boxes == 2, "the consumers share dQ_i by its rows or by its columns"
     row_box, key_box, half_box = (rows * ptx.ROW_BYTES for rows in (B_r, B_c, ROWS))
     in_S, in_P, in_dK, in_dQ = ROWS // 2, ROWS // 4, width // 2, BOX_COLUMNS // 2  # of a thread
-    words = 1  # a bit for each score of a thread
+    words = -(-ROWS // 64)  # a bit for each score of a thread
     of_lane = B_r // 32  # rows whose L and D a lane moves
-    meeting = CONSUMERS * THREADS + 32  # both consumers and the warp that sends dQ
+    meeting = CONSUMERS * THREADS + 32
     fmt = FORMATS[dtype]
-    held = PRODUCER_REGISTERS[boxes] + CONSUMERS * CONSUMER_REGISTERS[boxes]
+    of_producer, of_consumer = REGISTERS[boxes]
+    held = of_producer + CONSUMERS * of_consumer
     assert held <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), "a block would wait for ever"
 
     rings, shared_bytes = tiling.hopper_backward_layout(d)
@@ -128,8 +130,7 @@ def build(
     do_full, do_empty = ring("dO full"), ring("dO empty")
     l_at, l_tile = ring("L, D"), shared_tile(2 * stages, B_r, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
-    # A step reads its own and that of the step before, when the producer may be `stages` ahead.
-    assert infos > stages + 2
+    assert infos > stages + 1  # who sends dQ reads that of the step before; `stages` are ahead
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
 
     steps_of_d = ptx.k_major_steps(width, key_box), ptx.k_major_steps(width, row_box)
@@ -159,8 +160,8 @@ def build(
     wait_dQ = ptx.wgmma_wait_group(1, in_dQ)
     wait_last_dQ = ptx.wgmma_wait_group(0, in_dQ)
     wait_read = ptx.cp_async_bulk_wait_group_read(0)
-    give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS[boxes])
-    take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[boxes])
+    give_back_registers = ptx.setmaxnreg_dec(of_producer)
+    take_registers = ptx.setmaxnreg_inc(of_consumer)
 
     _, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
     prepare, _ = change.functions(hbm.device, np.float32)
@@ -278,7 +279,7 @@ def build(
         make_both(S, dP, L_at, D_at, scale, state, row + N_k - N_q, np.int64(key))
 
     @hbm.device
-    def from_S_to_dK(
+    def half_step(
         S, dP, P, dS, dK, dV, hidden, me, step, half, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread,
     ):  # fmt: skip
@@ -293,8 +294,6 @@ def build(
         round_scores(S, P, hidden)
         start_dV(dV, P, step, half)
         if plain:
-            # ptxas would wait first of all. A branch on what came so far keeps it here.
-            ptx.trap_if_negative(S[0] + S[in_S - 1])
             wait_dP(dP, S)
             make_dS(S, dP, D_of(step, half, column))
         round_scores(dP, dS, hidden)
@@ -312,25 +311,27 @@ def build(
         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
     ):  # fmt: skip
         """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. What step comes then."""
-        from_S_to_dK(
+        half_step(
             S, dP, P, dS, dK, dV, hidden, me, step, u32(0), key, column, c,
             scale, mask_args, score_args, info, N_q, N_k, thread,
         )  # fmt: skip
         if halves == 2:
             start_S(S, me, step, u32(1))
             start_dP(dP, me, step, u32(1))
-            from_S_to_dK(
+            half_step(
                 S, dP, P, dS, dK, dV, hidden, me, step, u32(1), key, column, c,
                 scale, mask_args, score_args, info, N_q, N_k, thread,
             )  # fmt: skip
         if adds_dQ:
             ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
-            ptx.bar_sync(1, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
+            ptx.bar_sync(MEETING, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
         then = u32(step + u32(1))
         ptx.mbarrier_try_wait_parity(q_full(then), then // u32(stages) & u32(1))
         i = info[then % u32(infos), ROW_TILE]
         wait_products(dK, dV, P, dS)
-        if leader:  # Q_i, dO_i, L_i and D_i may be replaced
+        # Q_i, dO_i, L_i and D_i may be replaced. The consumer's other warps are no step behind: the
+        # meeting keeps them together, or, without it, the products.
+        if leader:
             ptx.mbarrier_arrive(do_empty(step))
             ptx.mbarrier_arrive(q_empty(step))
         return i
@@ -444,12 +445,12 @@ def build(
                     if lane == u32(0):
                         wait_read()  # of the dQ sent last: its place is free
                     cuda.syncwarp()
-                    ptx.bar_sync(1, meeting)
+                    ptx.bar_sync(MEETING, meeting)
                     if lane == u32(0) and step > u32(0):
                         send_dQ(dQ_acc, info, step)
                     step = u32(step + u32(1))
                 if step > u32(0):
-                    ptx.bar_sync(1, meeting)
+                    ptx.bar_sync(MEETING, meeting)
                     if lane == u32(0):
                         send_dQ(dQ_acc, info, step)
                         wait_read()
@@ -471,13 +472,14 @@ def build(
             info = info_tile(None)
             step = u32(0)
 
+            # Also where no step comes: no copy may outlive the block.
+            ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
+            ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
             ptx.mbarrier_try_wait_parity(q_full(step), 0)
             i = info[step, ROW_TILE]
             # A vote has one outcome for all lanes: so ptxas keeps `step` in a uniform register.
             if ptx.vote_any(i != np.int32(LAST)):
                 # The first step has no dQ of a step before beside it.
-                ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
-                ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
                 start_S(S, me, step, u32(0))
                 wait_dO(step)
                 start_dP(dP, me, step, u32(0))
@@ -508,7 +510,7 @@ def build(
                     wait_last_dQ(dQ)
                     put_dQ(dQ, step, thread)
                     ptx.fence_proxy_async()
-                    ptx.bar_sync(1, meeting)  # all parts of it are there
+                    ptx.bar_sync(MEETING, meeting)  # all parts of it are there
 
             batch, head, key = np.int64(b), np.int64(h_k), np.int64(my_key)
             write(dK_out, dK, scale, scale, batch, head, key, N_k, 0)
@@ -596,7 +598,7 @@ def launch(problem: Problem, A: Operands) -> None:
         A.array("dQ_acc", "dQ_i += dS_ij K_j") if adds_dQ else None,
         A.array("dK", "epilogue", again),
         A.array("dV", "epilogue", again),
-        min(SECTION, p.H_k * p.B) if rule.bounded else 1,
+        min(HEADS_IN_L2, p.H_k * p.B) if rule.bounded else 1,
         A.scale,
         A.mask_args("tile range"),
         A.mask_args("mask"),

@@ -133,7 +133,7 @@ def build(
     l_at, l_stages = ring("L, D"), rings["L, D"].places
     l_tile = shared_tile(2 * l_stages, B_m, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
-    assert infos > y_stages + 2  # a step reads its own, when the producer may be `y_stages` ahead
+    assert infos > y_stages  # a step reads its own, when the producer may be `y_stages` ahead
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
     tile_info = shared_tile(1, FIELDS, np.int32, rings["tile"].start)
 
@@ -252,15 +252,15 @@ def build(
         ptx.bar_arrive(u32(u32(3) - group), CONSUMERS * THREADS)
 
     @hbm.device
-    def finish(P, zero):
+    def hold_until(P, unknown):
         """P is complete before what follows.
 
         ptxas moves exponentials behind the start of products and waits for these, but nothing
         across a wait at a barrier that depends on it. This barrier is always open: the phase before
-        its first is over, and nobody ends that. Only a negative sum of P would ask for it. `zero`
-        is 0 or more, which ptxas does not know; that P is, it does.
+        its first is over, and nobody ends that. Only a negative sum of P would ask for it.
+        `unknown` is 0 or more, which ptxas does not know; that P is, it does.
         """
-        x, y = P[0] + zero, P[1]
+        x, y = P[0] + unknown, P[1]
         for k in range(2, in_S, 2):
             x += P[k]
             y += P[k + 1]
@@ -489,7 +489,7 @@ def build(
                         L_i[r], D_i[r] = NEG_INF, ZERO
                         if row < N_q:
                             L_i[r], D_i[r] = L[b, h_x, row], D[b, h_x, row]
-                zero = np.float32(h_x)  # see `finish`
+                unknown = np.float32(h_x)  # see `hold_until`
                 clear_acc(acc)
                 if left > np.int32(0):
                     # The first step has no product of a step before beside it.
@@ -537,7 +537,7 @@ def build(
                             wait_S(S)
                             if plain:
                                 set_P(S, L_i, step, column, c)
-                                finish(S, zero)
+                                hold_until(S, unknown)
                             wait_W(step)
                             take_turn(group)
                             start_dP(dP, me, step)
@@ -556,7 +556,7 @@ def build(
                                 ptx.mbarrier_arrive(y_empty(step))
                             if plain:
                                 set_P(S, L_i, step, column, c)
-                                finish(S, zero)
+                                hold_until(S, unknown)
                             wait_acc(acc, P)
                             if leader:
                                 ptx.mbarrier_arrive(w_empty(last))
