@@ -247,7 +247,7 @@ def test_200_runs_agree_bitwise(
 def test_a_block_that_takes_many_tiles_gives_the_same_bits(
     torch: Any, monkeypatch: pytest.MonkeyPatch, d: int, dtype: str, mask: str, layout: str
 ) -> None:
-    """Of one gradient a kernel: as many blocks as SMs take the tiles, some of them without steps."""
+    """Of one gradient a kernel: as many blocks as SMs take all tiles, some without steps."""
     given = problem(torch, d, dtype, mask, 400, 1300, B=2, H_k=2, device="cpu")
     given = on_gpu(given, layout)
     how = options(mask) | {"deterministic": True}

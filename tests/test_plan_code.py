@@ -47,7 +47,7 @@ def test_parameters_are_those_of_the_compiled_kernels(method: str, dtype: str) -
             return self
 
     mask, score = masking.window(3, 4), masking.softcap(2.0)
-    tiling = hopper_backward(128) if method == "fa3_backward" else Tiling(32, 32, 8, 16)
+    tiling = hopper_backward(64) if method == "fa3_backward" else Tiling(32, 32, 8, 16)
     problem = Problem(method, dtype, 2, 4, 2, 40, 50, 64, tiling, mask, score, dlse=True)
     addresses = itertools.count(1 << 40, 1 << 20)
     acc = acc_type(dtype)
