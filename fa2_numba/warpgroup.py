@@ -24,6 +24,7 @@ from fa2_numba.ptx import (
     ld_shared_v2_f32,
     matrix_descriptor,
     max_f32,
+    mbarrier_try_wait_parity,
     mov_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
@@ -58,6 +59,21 @@ def places(ring: Ring) -> Any:
         return smem_address(u32(ring.start) + n % u32(ring.places) * u32(ring.size))
 
     return place
+
+
+def waiter(ring: Ring, empty: bool = False) -> Any:
+    """``wait(n)``: until the barrier of the n-th place of a ring is through with its round.
+
+    Of barriers that end when a place is full: until what it holds is there. With `empty`, until
+    what it held in the round before may be replaced; in the first round nothing is waited for.
+    """
+    at = places(ring)
+
+    @device
+    def wait(n):
+        mbarrier_try_wait_parity(at(n), n // u32(ring.places) & u32(1) ^ u32(empty))
+
+    return wait
 
 
 @device

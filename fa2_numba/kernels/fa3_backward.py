@@ -59,6 +59,7 @@ from fa2_numba.warpgroup import (
     tile_of_block,
     tile_writer,
     transposed_storer,
+    waiter,
     zero_times,
 )
 
@@ -128,6 +129,8 @@ def build(
     kv_full = ring("K, V full")
     q_full, q_empty = ring("Q full"), ring("Q empty")
     do_full, do_empty = ring("dO full"), ring("dO empty")
+    wait_Q, wait_dO = waiter(rings["Q full"]), waiter(rings["dO full"])
+    wait_Q_empty, wait_dO_empty = (waiter(rings[f"{name} empty"], True) for name in ("Q", "dO"))
     l_at, l_tile = ring("L, D"), shared_tile(2 * stages, B_r, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
     assert infos > stages + 1  # who sends dQ reads that of the step before; `stages` are ahead
@@ -302,10 +305,6 @@ def build(
         start_dK(dK, dS, step, half)
 
     @hbm.device
-    def wait_dO(step):
-        ptx.mbarrier_try_wait_parity(do_full(step), step // u32(stages) & u32(1))
-
-    @hbm.device
     def finish_step(
         S, dP, P, dS, dK, dV, hidden, me, step, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
@@ -326,7 +325,7 @@ def build(
             ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
             ptx.bar_sync(MEETING, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
         then = u32(step + u32(1))
-        ptx.mbarrier_try_wait_parity(q_full(then), then // u32(stages) & u32(1))
+        wait_Q(then)
         i = info[then % u32(infos), ROW_TILE]
         wait_products(dK, dV, P, dS)
         # Q_i, dO_i, L_i and D_i may be replaced. The consumer's other warps are no step behind: the
@@ -388,13 +387,12 @@ def build(
                         i = np.int32(i - np.int32(1))
                         if elected:
                             row = np.int32(i * np.int32(B_r))
-                            phase = step // u32(stages) & u32(1) ^ u32(1)
                             if warp == u32(0):
-                                ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                                wait_Q_empty(step)
                                 ptx.mbarrier_arrive_expect_tx(q_full(step), boxes * row_box)
                                 load_rows(Q_boxes, q_at(step), q_full(step), row, h, b)
                             else:
-                                ptx.mbarrier_try_wait_parity(do_empty(step), phase)
+                                wait_dO_empty(step)
                                 ptx.mbarrier_arrive_expect_tx(do_full(step), boxes * row_box)
                                 load_rows(dO_boxes, do_at(step), do_full(step), row, h, b)
                         step = u32(step + u32(1))
@@ -412,8 +410,7 @@ def build(
                             l[k], D_i[k] = NEG_INF, ZERO
                             if row < N_q:
                                 l[k], D_i[k] = L[b, h, row], D[b, h, row]
-                        phase = step // u32(stages) & u32(1) ^ u32(1)
-                        ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                        wait_Q_empty(step)
                         place = u32(step % u32(stages) * u32(2))
                         for k in range(of_lane):
                             # Rows that see no key, and those past the last, have P = 0.
@@ -431,15 +428,14 @@ def build(
                             ptx.mbarrier_arrive(q_full(step))
                         step = u32(step + u32(1))
                 if lane == u32(0):
-                    phase = step // u32(stages) & u32(1) ^ u32(1)
-                    ptx.mbarrier_try_wait_parity(q_empty(step), phase)
+                    wait_Q_empty(step)
                     info[step % u32(infos), ROW_TILE] = np.int32(LAST)
                     ptx.mbarrier_arrive(q_full(step))
                     ptx.mbarrier_arrive(q_full(step))
             elif adds_dQ:  # sends what the consumers put
                 info = info_tile(None)
                 while True:
-                    ptx.mbarrier_try_wait_parity(q_full(step), step // u32(stages) & u32(1))
+                    wait_Q(step)
                     if info[step % u32(infos), ROW_TILE] == np.int32(LAST):
                         break
                     if lane == u32(0):
@@ -475,7 +471,7 @@ def build(
             # Also where no step comes: no copy may outlive the block.
             ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
             ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
-            ptx.mbarrier_try_wait_parity(q_full(step), 0)
+            wait_Q(step)
             i = info[step, ROW_TILE]
             # A vote has one outcome for all lanes: so ptxas keeps `step` in a uniform register.
             if ptx.vote_any(i != np.int32(LAST)):

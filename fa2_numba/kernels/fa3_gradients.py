@@ -70,6 +70,7 @@ from fa2_numba.warpgroup import (
     score_packer,
     tile_of_block,
     tile_writer,
+    waiter,
     zero_times,
 )
 
@@ -129,6 +130,8 @@ def build(
     x_full, x_empty = ring("X, Z full"), ring("X, Z empty")
     y_full, y_empty = ring("Y full"), ring("Y empty")
     w_full, w_empty = ring("W full"), ring("W empty")
+    wait_Y, wait_W = waiter(rings["Y full"]), waiter(rings["W full"])
+    wait_Y_empty, wait_W_empty = (waiter(rings[f"{name} empty"], True) for name in "YW")
     open_at = ring("open")
     l_at, l_stages = ring("L, D"), rings["L, D"].places
     l_tile = shared_tile(2 * l_stages, B_m, np.float32, rings["L, D"].start)
@@ -215,14 +218,6 @@ def build(
         fence_S(S)
         multiply_S(S, across(x_at(u32(0)) + mine), across(y_at(step)), 0)
         ptx.wgmma_commit_group()
-
-    @hbm.device
-    def wait_Y(step):
-        ptx.mbarrier_try_wait_parity(y_full(step), step // u32(y_stages) & u32(1))
-
-    @hbm.device
-    def wait_W(step):
-        ptx.mbarrier_try_wait_parity(w_full(step), step // u32(w_stages) & u32(1))
 
     @hbm.device
     def start_dP(dP, me, step):
@@ -394,13 +389,11 @@ def build(
                             if elected:
                                 row = np.int32(s * np.int32(B_m))
                                 if warp == u32(0):
-                                    phase = step // u32(y_stages) & u32(1) ^ u32(1)
-                                    ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                                    wait_Y_empty(step)
                                     ptx.mbarrier_arrive_expect_tx(y_full(step), boxes * y_box)
                                     load_Y(Y_boxes, y_at(step), y_full(step), row, h_y, b)
                                 else:
-                                    phase = step // u32(w_stages) & u32(1) ^ u32(1)
-                                    ptx.mbarrier_try_wait_parity(w_empty(step), phase)
+                                    wait_W_empty(step)
                                     ptx.mbarrier_arrive_expect_tx(w_full(step), boxes * y_box)
                                     load_Y(W_boxes, w_at(step), w_full(step), row, h_y, b)
                             step = u32(step + u32(1))
@@ -431,8 +424,7 @@ def build(
                                         l[k] = L[b, h, row]
                                         if from_dS:
                                             D_i[k] = D[b, h, row]
-                            phase = step // u32(y_stages) & u32(1) ^ u32(1)
-                            ptx.mbarrier_try_wait_parity(y_empty(step), phase)
+                            wait_Y_empty(step)
                             if of_keys:
                                 place = u32(step % u32(l_stages) * u32(2))
                                 for k in range(of_lane):
