@@ -370,6 +370,19 @@ def tile_of_block(block, tiles, heads, section):
     return u32(within // together), u32(first + within % together)
 
 
+@device
+def nth_tile(n, block, blocks, tiles, heads, section):
+    """The n-th tile of one of `blocks` blocks that take them all: its number, the tile, the head.
+
+    In the order of `tile_of_block`; there is none if the number is `tiles` * `heads` or more. Every
+    second round goes backwards: a block that got a long one then gets a short one.
+    """
+    turn = blocks - u32(1) - block if n & u32(1) else block
+    number = u32(n * blocks + turn)
+    tile, head = tile_of_block(number, tiles, heads, section)
+    return number, tile, head
+
+
 def row_tiles_seeing(rule: Any, B_r: int, B_c: int, every: bool) -> Any:
     """``seeing(args, b, h, j, N_q, N_k) -> (begin, end)``, for a whole warp.
 

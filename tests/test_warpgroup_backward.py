@@ -65,6 +65,31 @@ def test_each_tile_of_each_head_has_a_block(tiles: int, heads: int, section: int
         assert np.all((here[:, 1] >= first) & (here[:, 1] < first + section))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "heads", "section", "blocks"),
+    [(5, 7, 3, 4), (1, 9, 9, 2), (8, 2, 1, 16), (3, 5, 2, 1)],
+)
+def test_blocks_take_each_tile_once(tiles: int, heads: int, section: int, blocks: int) -> None:
+    """And each ends for good: behind a number that is too large there is no smaller one."""
+    rounds = -(-tiles * heads // blocks) + 2
+    taken = np.zeros((blocks, rounds, 3), np.int64)
+
+    def kernel(taken):
+        for block in range(cuda.threadIdx.x, blocks, 32):
+            for n in range(rounds):
+                found = warpgroup.nth_tile(
+                    np.uint32(n), np.uint32(block), np.uint32(blocks),
+                    np.uint32(tiles), np.uint32(heads), np.uint32(section),
+                )  # fmt: skip
+                taken[block, n, 0], taken[block, n, 1], taken[block, n, 2] = found
+
+    run(kernel, taken)
+    assert np.all(np.diff(taken[:, :, 0], axis=1) > 0)
+    real = taken[taken[:, :, 0] < tiles * heads]
+    assert sorted(real[:, 0]) == [*range(tiles * heads)]
+    assert {(t, h) for _, t, h in real.tolist()} == {*np.ndindex(tiles, heads)}
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("N_q", "N_k"), [*LENGTHS, (700, 500)])
 def test_row_tiles_that_see_a_key_tile(name: str, N_q: int, N_k: int) -> None:

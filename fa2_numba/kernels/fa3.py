@@ -42,6 +42,7 @@ from fa2_numba.warpgroup import (
     across,
     along,
     first_row,
+    nth_tile,
     online_softmax,
     output_writer,
     places,
@@ -154,14 +155,8 @@ def build(
         all its heads come first: under a causal mask they are the longest.
         """
         block, blocks = u32(cuda.blockIdx.x), u32(cuda.gridDim.x)
-        # Every second round goes backwards: a block that got a long one then gets a short one.
-        turn = blocks - u32(1) - block if n & u32(1) else block
-        tile = u32(n * blocks + turn)
-        first_head = u32(tile // u32(section * T_r) * section)
-        within = u32(tile - first_head * T_r)
-        heads = min(section, u32(H * B - first_head))
-        head = u32(first_head + within % heads)
-        return tile, u32(T_r - u32(1) - within // heads), u32(head % H), u32(head // H)
+        number, tile, head = nth_tile(n, block, blocks, T_r, u32(H * B), section)
+        return number, u32(T_r - u32(1) - tile), u32(head % H), u32(head // H)
 
     @hbm.device
     def visited(range_args, b, h, i, N_q, N_k):

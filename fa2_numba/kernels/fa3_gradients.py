@@ -64,11 +64,11 @@ from fa2_numba.warpgroup import (
     first_row,
     gradient_recomputer,
     hidden_finder,
+    nth_tile,
     places,
     row_tiles_seeing,
     score_gradients,
     score_packer,
-    tile_of_block,
     tile_writer,
     waiter,
     zero_times,
@@ -174,13 +174,10 @@ def build(
     # ---- tiles and masks ------------------------------------------------------------------------
 
     @hbm.device
-    def nth_tile(n, tiles, heads, section):
+    def my_tile(n, tiles, heads, section):
         """The block's n-th tile: its number among all, which it is of its head, the head."""
         block, blocks = u32(cuda.blockIdx.x), u32(cuda.gridDim.x)
-        # Every second round goes backwards: a block that got a long one then gets a short one.
-        turn = blocks - u32(1) - block if n & u32(1) else block
-        number = u32(n * blocks + turn)
-        tile, head = tile_of_block(number, tiles, heads, section)
+        number, tile, head = nth_tile(n, block, blocks, tiles, heads, section)
         # First those that are the longest under a causal mask: first keys, last rows.
         return number, np.int32(tile if of_keys else u32(tiles - u32(1) - tile)), head
 
@@ -359,7 +356,7 @@ def build(
                     hbm.use_boxes(Y_boxes)
                     hbm.use_boxes(W_boxes)
                 while True:
-                    number, t, head = nth_tile(n, tiles, all_heads, section)
+                    number, t, head = my_tile(n, tiles, all_heads, section)
                     if number >= all_tiles:
                         break
                     h_x, b = np.int32(head % heads), np.int32(head // heads)
@@ -407,7 +404,7 @@ def build(
                 L_D = l_tile(None)
                 l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
                 while True:
-                    number, t, head = nth_tile(n, tiles, all_heads, section)
+                    number, t, head = my_tile(n, tiles, all_heads, section)
                     if number >= all_tiles:
                         break
                     h_x, b = np.int32(head % heads), np.int32(head // heads)
