@@ -89,8 +89,12 @@ def overlay(runs: Sequence[Run]) -> dict[str, Any] | None:
         "seeds_late": seeds_late,
     }
     complete = len({run["seed"] for run in of_torch}) >= SEEDS
-    same = ours <= seeds and ours_late <= seeds_late if complete else None
-    return {"rule": RULE, **found, "same": same}
+    return {"rule": RULE, **found, "same": within(found) if complete else None}
+
+
+def within(found: dict[str, Any]) -> bool:
+    """Whether `RULE` holds, of the seeds that ran."""
+    return bool(found["ours"] <= found["seeds"] and found["ours_late"] <= found["seeds_late"])
 
 
 # The README ---------------------------------------------------------------------------------------
@@ -137,11 +141,10 @@ def verdict(found: dict[str, Any] | None) -> str:
         beside.append(f"with cuDNN's kernel {found['other_kernels']:.4f}")
     told = f" ({'; '.join(beside)})" if beside else ""
     answers = {True: "Within the noise of the seed", False: "Not within the noise of the seed"}
-    by_those = found["ours"] <= found["seeds"] and found["ours_late"] <= found["seeds_late"]
     answer = answers.get(
         found["same"],
         "Not decided, since the run ended before the last seed (by the two that ran, "
-        f"{'within' if by_those else 'not within'} their noise)",
+        f"{'within' if within(found) else 'not within'} their noise)",
     )
     return (
         f"{answer}: from one seed the smoothed curves of fa2_numba and of "

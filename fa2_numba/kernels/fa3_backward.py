@@ -113,7 +113,7 @@ def build(
     in_S, in_P, in_dK, in_dQ = ROWS // 2, ROWS // 4, width // 2, BOX_COLUMNS // 2  # of a thread
     words = -(-ROWS // 64)  # a bit for each score of a thread
     of_lane = B_r // 32  # rows whose L and D a lane moves
-    meeting = CONSUMERS * THREADS + 32
+    meeting = CONSUMERS * THREADS + 32  # threads
     fmt = FORMATS[dtype]
     of_producer, of_consumer = REGISTERS[boxes]
     held = of_producer + CONSUMERS * of_consumer
@@ -192,31 +192,27 @@ def build(
     # ---- products -------------------------------------------------------------------------------
 
     @hbm.device
-    def start_S(S, me, step, half):
-        B = across(u32(q_at(step) + half * u32(half_box)))
+    def start_scores(S, keys, rows, me, half):
+        """S^T from K_j and Q_i, or dP^T from V_j and dO_i, at these addresses."""
+        B = across(u32(rows + half * u32(half_box)))
         clear_S(S)
         fence_S(S)
-        multiply_S(S, across(k_at(u32(0)) + me * u32(half_box)), B, 0)
+        multiply_S(S, across(keys + me * u32(half_box)), B, 0)
         ptx.wgmma_commit_group()
+
+    @hbm.device
+    def start_S(S, me, step, half):
+        start_scores(S, k_at(u32(0)), q_at(step), me, half)
 
     @hbm.device
     def start_dP(dP, me, step, half):
-        B = across(u32(do_at(step) + half * u32(half_box)))
-        clear_S(dP)
-        fence_S(dP)
-        multiply_S(dP, across(v_at(u32(0)) + me * u32(half_box)), B, 0)
-        ptx.wgmma_commit_group()
+        start_scores(dP, v_at(u32(0)), do_at(step), me, half)
 
     @hbm.device
-    def start_dV(dV, P, step, half):
-        fence_dK(dV, P)
-        multiply_dK(dV, P, 0, along(u32(do_at(step) + half * u32(half_box)), row_box), 1)
-        ptx.wgmma_commit_group()
-
-    @hbm.device
-    def start_dK(dK, dS, step, half):
-        fence_dK(dK, dS)
-        multiply_dK(dK, dS, 0, along(u32(q_at(step) + half * u32(half_box)), row_box), 1)
+    def start_gradient(acc, P, rows, half):
+        """dV_j += P^T dO_i, or dK_j += dS^T Q_i."""
+        fence_dK(acc, P)
+        multiply_dK(acc, P, 0, along(u32(rows + half * u32(half_box)), row_box), 1)
         ptx.wgmma_commit_group()
 
     @hbm.device
@@ -295,14 +291,14 @@ def build(
             wait_scores(S, dP, P, dS)
             change_both(S, dP, scale, score_args, info, step, half, key, column, N_q, N_k)
         round_scores(S, P, hidden)
-        start_dV(dV, P, step, half)
+        start_gradient(dV, P, do_at(step), half)
         if plain:
             wait_dP(dP, S)
             make_dS(S, dP, D_of(step, half, column))
         round_scores(dP, dS, hidden)
         if adds_dQ:
             store_dS(dS, u32(ds_at(step) + me * u32(row_box) + half * u32(half_box)), thread)
-        start_dK(dK, dS, step, half)
+        start_gradient(dK, dS, q_at(step), half)
 
     @hbm.device
     def finish_step(

@@ -209,20 +209,20 @@ def build(
     # ---- products -------------------------------------------------------------------------------
 
     @hbm.device
-    def start_S(S, me, step):
-        mine = me * u32(ROWS * ptx.ROW_BYTES)  # my 64 rows in each box
+    def start_scores(S, stays, goes, me):
+        """S = X Y^T, or dP = Z W^T, at these addresses: of my 64 rows in each box."""
         clear_S(S)
         fence_S(S)
-        multiply_S(S, across(x_at(u32(0)) + mine), across(y_at(step)), 0)
+        multiply_S(S, across(stays + me * u32(ROWS * ptx.ROW_BYTES)), across(goes), 0)
         ptx.wgmma_commit_group()
 
     @hbm.device
+    def start_S(S, me, step):
+        start_scores(S, x_at(u32(0)), y_at(step), me)
+
+    @hbm.device
     def start_dP(dP, me, step):
-        mine = me * u32(ROWS * ptx.ROW_BYTES)
-        clear_S(dP)
-        fence_S(dP)
-        multiply_S(dP, across(z_at(u32(0)) + mine), across(w_at(step)), 0)
-        ptx.wgmma_commit_group()
+        start_scores(dP, z_at(u32(0)), w_at(step), me)
 
     @hbm.device
     def start_acc(acc, P, step):
