@@ -383,6 +383,39 @@ def nth_tile(n, block, blocks, tiles, heads, section):
     return number, tile, head
 
 
+def row_statistics(rows: int, with_D: bool = True) -> tuple[Any, Any]:
+    """L and D of `rows` rows on their way to shared memory, by one warp: ``fetch``, ``put``.
+
+    Returns
+    -------
+    fetch : device function ``(L, D, b, h, first, N_q, l, D_i)``
+        Each lane's, from memory; those past the last row as of a row that sees no key.
+    put : device function ``(L_D, place, l, D_i)``
+        Into rows `place` and `place` + 1 of a tile, L in base 2.
+    """
+
+    @device
+    def fetch(L, D, b, h, first, N_q, l, D_i):
+        for k in range(rows // 32):
+            row = first + np.int64(cuda.laneid) + 32 * k
+            l[k], D_i[k] = NEG_INF, ZERO
+            if row < N_q:
+                l[k] = L[b, h, row]
+                if with_D:
+                    D_i[k] = D[b, h, row]
+
+    @device
+    def put(L_D, place, l, D_i):
+        lane = u32(cuda.laneid)
+        for k in range(rows // 32):
+            # Rows that see no key, and those past the last, have P = 0.
+            log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
+            L_D[place, lane + u32(32 * k)] = log_2
+            L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+
+    return fetch, put
+
+
 def row_tiles_seeing(rule: Any, B_r: int, B_c: int, every: bool) -> Any:
     """``seeing(args, b, h, j, N_q, N_k) -> (begin, end)``, for a whole warp.
 

@@ -49,6 +49,7 @@ from fa2_numba.warpgroup import (
     rescaler,
     row_recomputer,
     score_finisher,
+    waiter,
     zero_times,
 )
 
@@ -109,6 +110,7 @@ def build(
     q_full, q_empty = ring("Q full"), ring("Q empty")
     k_full, k_empty = ring("K full"), ring("K empty")
     v_full, v_empty = ring("V full"), ring("V empty")
+    wait_K, wait_V = waiter(rings["K full"]), waiter(rings["V full"])
     infos = HOPPER_INFO // (4 * FIELDS)
     # The producer writes of a row tile before the Q of one may be replaced: q_stages of them may be
     # unread then.
@@ -204,12 +206,12 @@ def build(
     def multiply(S, P, acc, slot, step, group):
         """Start S = Q K^T of this step and O += P V of the last; S is complete on return."""
         last = u32(step - u32(1))
-        ptx.mbarrier_try_wait_parity(k_full(step), step // u32(kv_stages) & u32(1))
+        wait_K(step)
         ptx.bar_sync(group, 2 * THREADS)  # my turn
         fence(S, acc, P)
         multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
         ptx.wgmma_commit_group()
-        ptx.mbarrier_try_wait_parity(v_full(last), last // u32(kv_stages) & u32(1))
+        wait_V(last)
         multiply_PV(acc, P, 0, along(v_at(last), k_box), 1)
         ptx.wgmma_commit_group()
         following = u32(1) if group == u32(consumers) else u32(group + u32(1))
@@ -338,7 +340,7 @@ def build(
             row = np.int32(info[n, FIRST_ROW] + my_row)
             j_begin, j = info[n, J_BEGIN], np.int32(info[n, J_END] - np.int32(1))
             full_begin, full_tiles = info[n, FULL_BEGIN], info[n, FULL_TILES]
-            ptx.mbarrier_try_wait_parity(k_full(step), 0)
+            wait_K(step)
             fence_S(S)
             multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
             ptx.wgmma_commit_group()
@@ -420,7 +422,7 @@ def build(
                         finish_softmax(S, P, l, shift, c)
 
             # The last P V has no S beside it.
-            ptx.mbarrier_try_wait_parity(v_full(step), step // u32(kv_stages) & u32(1))
+            wait_V(step)
             fence_O_P(acc, P)
             multiply_PV(acc, P, 0, along(v_at(step), k_box), 1)
             ptx.wgmma_commit_group()

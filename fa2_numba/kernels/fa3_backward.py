@@ -42,7 +42,6 @@ from fa2_numba.tile import u32
 from fa2_numba.tiling import BOX_COLUMNS, HOPPER_INFO, Tiling
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
-    NEG_INF,
     ONE,
     THREADS,
     ZERO,
@@ -53,6 +52,7 @@ from fa2_numba.warpgroup import (
     gradient_recomputer,
     hidden_finder,
     places,
+    row_statistics,
     row_tiles_seeing,
     score_gradients,
     score_packer,
@@ -176,6 +176,7 @@ def build(
     store_dS, zero_of = transposed_storer(ROWS), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     clear_S, clear_dQ, clear_dK = clearer(in_S), clearer(in_dQ), clearer(in_dK)
+    fetch_rows, put_rows = row_statistics(B_r)
     load_rows, load_keys = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (B_r, B_c))
     recompute_dK, recompute_dV = (
         gradient_recomputer(gradient, d, rule, change, fmt) for gradient in ("dK", "dV")
@@ -401,18 +402,9 @@ def build(
                     full_begin, full_end = seeing_all(range_args, b, h, j, N_q, N_k)
                     while i > begin:
                         i = np.int32(i - np.int32(1))
-                        for k in range(of_lane):
-                            row = np.int64(i) * B_r + np.int64(lane) + 32 * k
-                            l[k], D_i[k] = NEG_INF, ZERO
-                            if row < N_q:
-                                l[k], D_i[k] = L[b, h, row], D[b, h, row]
+                        fetch_rows(L, D, b, h, np.int64(i) * B_r, N_q, l, D_i)
                         wait_Q_empty(step)
-                        place = u32(step % u32(stages) * u32(2))
-                        for k in range(of_lane):
-                            # Rows that see no key, and those past the last, have P = 0.
-                            log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
-                            L_D[place, lane + u32(32 * k)] = log_2
-                            L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+                        put_rows(L_D, u32(step % u32(stages) * u32(2)), l, D_i)
                         if lane == u32(0):
                             at = step % u32(infos)
                             info[at, ROW_TILE], info[at, HEAD], info[at, BATCH] = i, h, b

@@ -66,6 +66,7 @@ from fa2_numba.warpgroup import (
     hidden_finder,
     nth_tile,
     places,
+    row_statistics,
     row_tiles_seeing,
     score_gradients,
     score_packer,
@@ -168,6 +169,7 @@ def build(
     round_scores, _ = score_packer(B_m, dtype)
     clear_S, clear_acc, zero_of = clearer(in_S), clearer(in_acc), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
+    fetch_rows, put_rows = row_statistics(B_m, from_dS)
     load_X, load_Y = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (STAYING, B_m))
     recompute = gradient_recomputer(gradient, d, rule, change, FORMATS[dtype])
 
@@ -414,21 +416,10 @@ def build(
                         full_begin, full_end = visited_whole(range_args, b, h, t, N_q, N_k)
                         while s < end:
                             if of_keys:
-                                for k in range(of_lane):
-                                    row = np.int64(s) * B_m + np.int64(lane) + 32 * k
-                                    l[k], D_i[k] = NEG_INF, ZERO
-                                    if row < N_q:
-                                        l[k] = L[b, h, row]
-                                        if from_dS:
-                                            D_i[k] = D[b, h, row]
+                                fetch_rows(L, D, b, h, np.int64(s) * B_m, N_q, l, D_i)
                             wait_Y_empty(step)
                             if of_keys:
-                                place = u32(step % u32(l_stages) * u32(2))
-                                for k in range(of_lane):
-                                    # Rows that see no key, and those past the last, have P = 0.
-                                    log_2 = l[k] * LOG2_E if l[k] != NEG_INF else -NEG_INF
-                                    L_D[place, lane + u32(32 * k)] = log_2
-                                    L_D[place + u32(1), lane + u32(32 * k)] = D_i[k]
+                                put_rows(L_D, u32(step % u32(l_stages) * u32(2)), l, D_i)
                             if lane == u32(0):
                                 at = step % u32(infos)
                                 info[at, TILE], info[at, HEAD], info[at, BATCH] = s, h, b
