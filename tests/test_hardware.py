@@ -1072,3 +1072,34 @@ def test_counted_numbers_of_a_backward_pass_equal_the_hardwares():
     assert [str(row) for row in found.differing] == []
     assert found.launches == 7
     assert any(row.hardware for row in found.rows if row.op == "reduction")
+
+
+# --- what was recorded -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["verify_fa3", "verify_fa3_backward"])
+def test_whole_boxes_are_what_the_hardware_was_read_to_count(name):
+    """Of each recorded call: the sectors predicted of its boxes, and the counter's bytes."""
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    records = sorted(results.glob(f"*/{name}.json"))
+    assert records
+    for path in records:
+        record = json.loads(path.read_text())
+        read = [0] * len(record["cases"])
+        for row in record["rows"]:
+            if row["quantity"] == "box bytes":
+                read[row["case"]] += row["hardware"]
+        for case, hardware_bytes in zip(record["cases"], read, strict=True):
+            assert hardware_bytes == predicted_box_bytes(case)
+
+
+def predicted_box_bytes(case):
+    mask = masking.causal() if case["causal"] else masking.none()
+    if case["window"]:
+        mask = masking.window(*case["window"])
+    d, sizes = case["d"], [case[name] for name in ("batch", "heads", "heads_kv", "n_q", "n_k", "d")]
+    backward = "backward" in case["method"]
+    tiling = hopper_backward(d) if backward else choose_hopper(d, case["n_q"], mask.rule.bounded)
+    rows = io_model.predict(Problem(case["method"], case["dtype"], *sizes, tiling, mask))
+    boxes = [row for row in rows if "load" in row.phase and row.array in ("Q", "K", "V", "dO")]
+    return 32 * sum(row.sectors for row in boxes)
