@@ -15,22 +15,25 @@ from numba import cuda
 from fa2_numba import hbm
 from fa2_numba.formats import LOG2_E, Format
 from fa2_numba.hbm import device
-from fa2_numba.masking import tile_functions
+from fa2_numba.masking import FULL, tile_functions
 from fa2_numba.ptx import (
     PATTERN_BYTES,
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
     ex2_approx_ftz_f32,
     ld_shared_v2_f32,
+    ldmatrix_x4,
     matrix_descriptor,
     max_f32,
     mbarrier_try_wait_parity,
     mov_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
+    shfl_idx,
     smem_address,
     stmatrix_x4_trans,
     vote_any,
+    vote_ballot,
 )
 from fa2_numba.tile import u32
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
@@ -112,13 +115,6 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
                     S[4 * c + 2 * r + e] = changed(state, i + 8 * r, j + 8 * c + e, s)
 
     @device
-    def bits_before(end):
-        """Bit 2 c + e for each column 8 c + e, of 128, that comes before `end`."""
-        end = min(max(end, np.int32(0)), np.int32(128))
-        count = end // np.int32(8) * np.int32(2) + min(end % np.int32(8), np.int32(2))
-        return u32((np.uint64(1) << np.uint64(count)) - np.uint64(1))
-
-    @device
     def mask_scores(S, mask_args, b, h, row, j, N_q, N_k):
         seen = cuda.local.array(words, np.uint32)
         for r in range(2):
@@ -129,7 +125,7 @@ def score_finisher(n: int, B_c: int, rule: Any, change: Any) -> tuple[Any, Any]:
             # word that it understands, and ptxas then keeps the scores twice.
             for word in range(words):
                 before = np.int32(128 * word)
-                bits = bits_before(end - before) & ~bits_before(first - before)
+                bits = _columns_before(end - before) & ~_columns_before(first - before)
                 seen[word] = u32(mov_b32(np.int32(bits)))
             for c in range(n // 8):
                 for e in range(2):
@@ -416,12 +412,12 @@ def row_statistics(rows: int, with_D: bool = True) -> tuple[Any, Any]:
     return fetch, put
 
 
-def row_tiles_seeing(rule: Any, B_r: int, B_c: int, every: bool) -> Any:
+def row_tiles_seeing(rule: Any, B_r: int, B_c: int) -> Any:
     """``seeing(args, b, h, j, N_q, N_k) -> (begin, end)``, for a whole warp.
 
-    The row tiles from `begin` to before `end` have rows that see keys of tile j; or, with `every`,
-    all of whose rows see all of its keys. The ends of a mask's bounds never move left from row to
-    row, so both are counts of row tiles, to which every lane adds those it looks at.
+    The row tiles from `begin` to before `end` have rows that see keys of tile j. The ends of a
+    mask's bounds never move left from row to row, so both are counts of row tiles, each of which
+    a lane looks at.
     """
     _, _, (row_bounds, _) = tile_functions(rule, B_r, B_c, device)
     bounded = rule.bounded
@@ -429,97 +425,148 @@ def row_tiles_seeing(rule: Any, B_r: int, B_c: int, every: bool) -> Any:
     @device
     def seeing(args, b, h, j, N_q, N_k):
         T_r = np.int32((N_q + B_r - 1) // B_r)
-        first_key, end_key = np.int64(j) * B_c, (np.int64(j) + 1) * B_c
         if not bounded:
-            return T_r if every and end_key > N_k else np.int32(0), T_r
-        before = past = np.int32(0)
-        i = np.int32(cuda.laneid)
-        while i < T_r:
+            return np.int32(0), T_r
+        first_key, end_key = np.int64(j) * B_c, (np.int64(j) + 1) * B_c
+        before = past = t = np.int32(0)
+        while t < T_r:
+            i = np.int32(t + np.int32(cuda.laneid))
             first = np.int64(i) * B_r
-            last = min(first + B_r, N_q) - 1
-            # The row whose bound ends first, and the one whose bound begins last, or the others.
-            _, _, hi = row_bounds(args, b, h, first if every else last, N_q, N_k)
-            _, lo, _ = row_bounds(args, b, h, last if every else first, N_q, N_k)
-            if every:
-                before += np.int32(hi < end_key)
-                past += np.int32(lo <= first_key)
-            else:
-                before += np.int32(hi <= first_key)
-                past += np.int32(lo < end_key)
-            i = np.int32(i + np.int32(LANES))
-        for bit in range(5):
-            before += shfl_bfly(before, 1 << bit)
-            past += shfl_bfly(past, 1 << bit)
+            # Of the tile's rows the last has the last key, the first the first.
+            _, _, hi = row_bounds(args, b, h, min(first + B_r, N_q) - 1, N_q, N_k)
+            _, lo, _ = row_bounds(args, b, h, first, N_q, N_k)
+            before += np.int32(cuda.popc(vote_ballot(i < T_r and hi <= first_key)))
+            past += np.int32(cuda.popc(vote_ballot(i < T_r and lo < end_key)))
+            t = np.int32(t + np.int32(LANES))
         return before, past
 
     return seeing
 
 
-def hidden_finder(n: int, rule: Any, keys_in_rows: bool) -> Any:
-    """``find(hidden, mask_args, b, h, row, key, N_q, N_k)``: one bit for each score of a thread.
+def partial_tiles(rule: Any, B_r: int, B_c: int) -> Any:
+    """``is_partial(mask_args, b, h, i, j, N_q, N_k)``: whether a row of tile i misses a key of j.
 
-    Of a tile of 64 x n: whether the row does not see the key. `hidden` is a local array of n / 64
-    words of 32 bits, rounded up; bit x is accumulator x's. `row` and `key` are those of the
-    thread's first score. Rows of the tile are query rows, or keys with `keys_in_rows`.
+    All keys of a tile past the last row are missing, and no row past the last row misses one.
+    """
+    _, tile_kind, (row_bounds, _) = tile_functions(rule, B_r, B_c, device)
+    elementwise = rule.elementwise
+
+    @device
+    def is_partial(mask_args, b, h, i, j, N_q, N_k):
+        first, first_key = np.int64(i) * B_r, np.int64(j) * B_c
+        _, _, hi = row_bounds(mask_args, b, h, first, N_q, N_k)
+        _, lo, _ = row_bounds(mask_args, b, h, min(first + B_r, N_q) - 1, N_q, N_k)
+        outside = lo > first_key or hi < first_key + B_c
+        if elementwise:
+            return outside or tile_kind(mask_args, b, h, i, j, 0, N_k, N_q, N_k) != FULL
+        return outside
+
+    return is_partial
+
+
+@device
+def _columns_before(end):
+    """Bit 2 c + e for each column 8 c + e, of 128, that comes before `end`."""
+    end = min(max(end, np.int32(0)), np.int32(128))
+    count = end // np.int32(8) * np.int32(2) + min(end % np.int32(8), np.int32(2))
+    return u32((np.uint64(1) << np.uint64(count)) - np.uint64(1))
+
+
+@device
+def _keys_before(end):
+    """Bit r for each of 16 keys r that comes before `end`."""
+    return (u32(1) << u32(min(max(end, np.int32(0)), np.int32(16)))) - u32(1)
+
+
+def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
+    """``find(mask_args, b, h, row, key, N_q, N_k)``: one bit for each score of a thread.
+
+    Of a tile of 64 x 64: whether the row does not see the key. Bit x is accumulator x's. `row` and
+    `key` are those of the thread's first score. Rows of the tile are query rows, or keys with
+    `keys_in_rows`. A row sees an interval of keys, so its bits need no comparison each.
     """
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
     elementwise = rule.elementwise
 
     @device
-    def mark(hidden, x, mask_args, b, h, i, lo, hi, j):
-        """Set the bit of score x, of position i and key j, unless the row sees the key."""
-        sees = lo <= j and j < hi
-        if elementwise and sees:
-            sees = visible(mask_args, b, h, i, j)
-        if not sees:
-            hidden[x // 32] |= u32(1 << (x % 32))
+    def seen_by_rows(mask_args, b, h, row, key, N_q, N_k):
+        """Which scores are inside the bounds of their rows."""
+        seen = u32(0)
+        for r in range(2):
+            _, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
+            x = _columns_before(np.int32(hi - key)) & ~_columns_before(np.int32(lo - key))
+            # From bit 2 c + e to bit 4 c + e, those of 64 columns.
+            x = x & u32(0xFFFF)
+            x = (x | x << u32(8)) & u32(0x00FF00FF)
+            x = (x | x << u32(4)) & u32(0x0F0F0F0F)
+            x = (x | x << u32(2)) & u32(0x33333333)
+            seen |= x << u32(2 * r)
+        return u32(seen)
 
     @device
-    def find(hidden, mask_args, b, h, row, key, N_q, N_k):
-        for word in range(-(-n // 64)):
-            hidden[word] = u32(0)
+    def seen_in_columns(mask_args, b, h, row, key, N_q, N_k):
+        """The same; query rows are in columns.
+
+        Each lane asks for the bounds of two of the 64: of row l in the first half, then in the
+        second. Which of the warp's 16 keys they see it hands to those that have such scores.
+        """
+        lane = u32(cuda.laneid)
+        q, g = lane % u32(4), lane // u32(4)
+        first_key, my_row = key - np.int64(g), row - np.int64(u32(2) * q) + np.int64(lane)
+        seen = u32(0)
+        for half in range(2):
+            _, lo, hi = row_bounds(mask_args, b, h, my_row + LANES * half, N_q, N_k)
+            lo, hi = np.int32(lo - first_key), np.int32(hi - first_key)
+            mine = u32(_keys_before(hi) & ~_keys_before(lo))
+            next_row = u32(shfl_bfly(np.int32(mine), 1))  # in even lanes
+            two = np.int32(u32(mine | next_row << u32(16)))
+            for k in range(4):
+                # My column e and row r: from bit 16 e + 8 r to bit 2 r + e.
+                x = u32(shfl_idx(two, np.int32(u32(8 * k) + u32(2) * q))) >> g & u32(0x01010101)
+                x = x | x >> u32(15)
+                x = (x | x >> u32(6)) & u32(15)
+                seen |= x << u32(16 * half + 4 * k)
+        return u32(seen)
+
+    @device
+    def find(mask_args, b, h, row, key, N_q, N_k):
         if keys_in_rows:
-            for k in range(n // 8):
-                for e in range(2):
-                    i, lo, hi = row_bounds(mask_args, b, h, row + 8 * k + e, N_q, N_k)
-                    for r in range(2):
-                        x = 4 * k + 2 * r + e
-                        mark(hidden, x, mask_args, b, h, i, lo, hi, key + 8 * r)
+            seen = seen_in_columns(mask_args, b, h, row, key, N_q, N_k)
         else:
-            for r in range(2):
-                i, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
-                for k in range(n // 8):
-                    for e in range(2):
-                        x = 4 * k + 2 * r + e
-                        mark(hidden, x, mask_args, b, h, i, lo, hi, key + 8 * k + e)
-        for word in range(-(-n // 64)):
-            # The compiler would else make a case of its own of each tile of which it knows all.
-            hidden[word] = np.uint32(mov_b32(np.int32(hidden[word])))
+            seen = seen_by_rows(mask_args, b, h, row, key, N_q, N_k)
+        if elementwise:
+            for x in range(ROWS // 2):
+                down, across = 8 * (x // 2 % 2), 8 * (x // 4) + x % 2
+                i, j = (row + across, key + down) if keys_in_rows else (row + down, key + across)
+                if seen & u32(1 << x) and not visible(mask_args, b, h, i + N_k - N_q, j):
+                    seen &= ~u32(1 << x)
+        # The compiler would else make a case of its own of each tile of which it knows all.
+        return u32(mov_b32(np.int32(~seen)))
 
     return find
 
 
-def score_packer(n: int, dtype: str) -> tuple[Any, Any]:
-    """``round_scores(X, packed, hidden)``: 64 x n in 16 bits, an A of n k.
+def score_packer(dtype: str) -> tuple[Any, Any]:
+    """``round_scores(X, packed, hidden)``: 64 x 64 scores in 16 bits, an A of 64 k.
 
     And ``hide(packed, hidden)``, which is its second half. Those whose bit of `hidden` is set
-    become 0; if none is, ``hidden[0]`` must be 0.
+    become 0.
     """
     pack_two = PACK[dtype]
 
     @device
     def hide(packed, hidden):
         """Make those 0 whose bit is set: also NaN, which 0 times NaN would be."""
-        for k in range(n // 4):
-            bits = ~(hidden[k // 16] >> u32(2 * k % 32))
+        for k in range(ROWS // 4):
+            bits = ~(hidden >> u32(2 * k))
             kept = u32(0xFFFF) * (bits & u32(1)) | u32(0x7FFF8000) * (bits & u32(2))
             packed[k] = packed[k] & kept
 
     @device
     def round_scores(X, packed, hidden):
-        for k in range(n // 4):
+        for k in range(ROWS // 4):
             packed[k] = pack_two(X[2 * k + 1], X[2 * k])
-        if mov_b32(np.int32(hidden[0])):
+        if mov_b32(np.int32(hidden)):
             hide(packed, hidden)
 
     return round_scores, hide
@@ -591,6 +638,28 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
                     dP[x] = dP[x] * derivative(state, i_x, j_x, s)
 
     return make_P, make_dS, make_both
+
+
+def matrix_loader(n: int) -> Any:
+    """``load(A, at, thread)``: 64 x n values from a box at address `at` to registers, an A of n k.
+
+    For n up to 64; a box has rows of 64.
+    """
+
+    @device
+    def load(A, at, thread):
+        lane, warp = u32(thread) % u32(LANES), u32(thread) // u32(LANES) % u32(4)
+        # A lane gives the address of a row of one of four 8 x 8 matrices: of the warp's 16 rows,
+        # then of the same 8 columns on. Pieces of 16 bytes are swizzled.
+        row, piece = u32(16) * warp + (lane & u32(15)), lane >> u32(4)
+        place = u32(at + row * u32(128) + ((piece ^ (row & u32(7))) << u32(4)))
+        four = cuda.local.array(4, np.uint32)
+        for k in range(n // 16):
+            ldmatrix_x4(four, u32(place ^ u32(32 * k)))
+            for x in range(4):
+                A[4 * k + x] = four[x]
+
+    return load
 
 
 def transposed_storer(n: int) -> Any:

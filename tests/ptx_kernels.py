@@ -221,6 +221,29 @@ def transposed_matrices() -> Any:
     return hbm.jit(kernel), 32 * 16
 
 
+def matrices() -> Any:
+    """``kernel(source, seen)``: a warp loads four 8 x 8 matrices by ldmatrix.
+
+    `source` and `seen` are 32 x 8 of 16 bits, the matrices one below the other.
+    """
+    tile = smem.shared_tile(32, 8, np.uint16, 0)
+
+    def kernel(source, seen):
+        lane = uint32(cuda.laneid)
+        T = tile(None)
+        for c in range(8):
+            T[lane, c] = source[lane, c]
+        cuda.syncwarp()
+        words = cuda.local.array(4, uint32)
+        ptx.ldmatrix_x4(words, ptx.smem_address(uint32(16) * lane))
+        row, column = lane // uint32(4), uint32(2) * (lane % uint32(4))
+        for m in range(4):
+            seen[uint32(8 * m) + row, column] = words[m]
+            seen[uint32(8 * m) + row, column + uint32(1)] = words[m] >> uint32(16)
+
+    return hbm.jit(kernel), 32 * 16
+
+
 def shared_vectors() -> Any:
     """``kernel(source, seen)``: 32 x 4 to shared memory by fours, and back from it by twos."""
 

@@ -92,20 +92,19 @@ def unfenced_at_meetings(code: Code) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "mask", "waits", "stack"),
+    ("dtype", "d", "mask", "waits"),
     [
-        ("bf16", 64, NONE, 12, 0),
-        ("fp16", 64, CAUSAL, 12, 0),
-        # At d = 128 the producer, and what computes rows again, have 40 registers and the values
-        # that all warps begin with: some of these go to memory, once, and come back there.
-        ("bf16", 128, NONE, 8, 0),
-        ("bf16", 128, CAUSAL, 8, 32),
-        ("bf16", 96, WINDOW, 8, 64),
+        ("bf16", 64, NONE, 12),
+        ("fp16", 64, CAUSAL, 12),
+        ("bf16", 40, WINDOW, 12),
+        ("bf16", 128, NONE, 8),
+        ("bf16", 128, CAUSAL, 8),
+        ("bf16", 96, WINDOW, 8),
     ],
     ids=lambda x: x.name or "none" if isinstance(x, masking.Mask) else None,
 )
 def test_dQ_is_added_by_the_copy_unit(
-    compiled: Any, dtype: str, d: int, mask: masking.Mask, waits: int, stack: int
+    compiled: Any, dtype: str, d: int, mask: masking.Mask, waits: int
 ) -> None:
     codes = compiled("fa3_backward", dtype, d, mask)
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_backward_finish"]
@@ -116,7 +115,9 @@ def test_dQ_is_added_by_the_copy_unit(
     # The consumers meet in the first step, in the loop and behind it; the sender in two places.
     assert unfenced_at_meetings(code) == [0] * 5
     assert code.using(r"STSM\.16\.MT88\.4") and code.using(r"STS\.128") and code.using(r"LDS\.64")
-    assert code.stack <= stack and code.local == 0
+    # K_j and V_j of up to 64 columns become registers, in pieces of 16 columns, once.
+    assert len(code.using(r"LDSM\.16\.M88\.4")) == (2 * width // 16 if d <= 64 else 0)
+    assert code.stack == code.local == 0
     for name in ("fa3_backward_prepare", "fa3_backward_finish"):
         other = codes[name]
         assert (other.stack, other.using(ATOMIC), other.using("HGMMA|UBLKRED|UTMALDG")) == (
@@ -129,12 +130,12 @@ def test_dQ_is_added_by_the_copy_unit(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "mask", "waits", "stack"),
-    [("bf16", 64, CAUSAL, 10, 0), ("bf16", 128, NONE, 6, 0), ("fp16", 128, CAUSAL, 6, 32)],
+    ("dtype", "d", "mask", "waits"),
+    [("bf16", 64, CAUSAL, 10), ("bf16", 128, NONE, 6), ("fp16", 128, CAUSAL, 6)],
     ids=lambda x: x.name or "none" if isinstance(x, masking.Mask) else None,
 )
 def test_the_deterministic_form_adds_nothing(
-    compiled: Any, dtype: str, d: int, mask: masking.Mask, waits: int, stack: int
+    compiled: Any, dtype: str, d: int, mask: masking.Mask, waits: int
 ) -> None:
     codes = compiled("fa3_backward_deterministic", dtype, d, mask)
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_dQ"]
@@ -142,7 +143,7 @@ def test_the_deterministic_form_adds_nothing(
     assert_in_flight(codes["fa3_dQ"], 6, {64, d}, dtype)
     if d == 128:  # with fewer k16, more of their addresses are in registers before the loop
         assert_addresses_are_uniform(codes["fa3_dQ"])
-    assert codes["fa3_backward"].stack <= stack and codes["fa3_dQ"].stack == 0
+    assert codes["fa3_backward"].stack == codes["fa3_dQ"].stack == 0
     for code in codes.values():
         assert code.using(f"UBLKRED|UTMAREDG|{ATOMIC}") == []
 
@@ -156,7 +157,9 @@ def test_large_heads_have_a_kernel_a_gradient(compiled: Any, dtype: str, mask: A
     for name in ("fa3_dV", "fa3_dK", "fa3_dQ"):
         assert_in_flight(codes[name], 6 if name != "fa3_dV" else 4, {64, 256}, dtype)
         assert_addresses_are_uniform(codes[name])
-        assert codes[name].stack <= 64  # as above
+        # The producer, and what computes rows again, have 40 registers and the values that all
+        # warps begin with: some of these go to memory, once, and come back there.
+        assert codes[name].stack <= 64
         assert codes[name].using("UBLKRED|UTMAREDG") == []
 
 

@@ -84,6 +84,7 @@ def test_instructions_that_do_not_exist(make: Callable, message: str) -> None:
         (ptx.cp_async_bulk_tensor_2d_load, "cp.async.bulk.tensor.2d"),
         (ptx.elect_sync, "elect.sync"),
         (ptx.stmatrix_x4_trans, "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"),
+        (ptx.ldmatrix_x4, "ldmatrix.sync.aligned.m8n8.x4.shared.b16"),
         (ptx.ld_shared_v2_f32, "ld.shared.v2.f32"),
         (ptx.st_shared_v4_f32, "st.shared.v4.f32"),
         (ptx.cp_reduce_async_bulk_add_f32, "cp.reduce.async.bulk.global.shared::cta.bulk_group"),
@@ -287,6 +288,16 @@ def test_matrices_are_stored_transposed(sm_90: None) -> None:
     run(ptx_kernels.transposed_matrices(), 32, cuda.to_device(source), seen)
     expected = source.reshape(4, 8, 8).transpose(0, 2, 1)
     np.testing.assert_array_equal(seen.copy_to_host().reshape(4, 8, 8), expected)
+
+
+@gpu
+def test_matrices_to_registers(sm_90: None) -> None:
+    from numba import cuda
+
+    source = np.arange(256, dtype=np.uint16).reshape(32, 8) * np.uint16(251)
+    seen = cuda.to_device(np.zeros_like(source))
+    run(ptx_kernels.matrices(), 32, cuda.to_device(source), seen)
+    np.testing.assert_array_equal(seen.copy_to_host(), source)
 
 
 @gpu

@@ -88,6 +88,10 @@ def single_values(out):
     ptx.trap_if_negative(y)
     if ptx.vote_any(x > y):
         out[4] = 1
+    out[5] = ptx.vote_ballot(x > y)
+    mine = np.int32(out[cuda.laneid])
+    out[6] = ptx.shfl_idx(mine, np.int32(y))
+    out[7] = ptx.shfl_bfly(mine, 1)
 
 
 def registers_of_a_warpgroup(out):
@@ -121,7 +125,8 @@ def registers_of_a_warpgroup(out):
             r"F2FP\.BF16\.F32\.PACK_AB": 1, r"F2FP\.F16\.F32\.PACK_AB": 1, r"STSM\.16\.M88\.4": 1,
         }),
         (single_values, {
-            r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1, r"VOTE\.ANY": 1,
+            r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1, r"VOTE": 2,
+            r"SHFL\.IDX": 1, r"SHFL\.BFLY": 1,
         }),
         (registers_of_a_warpgroup, {
             r"USETMAXREG\.TRY_ALLOC": 1, r"USETMAXREG\.DEALLOC": 1, r"ELECT": 1,
@@ -252,6 +257,7 @@ def test_what_is_used_too_early_is_seen(hopper: Path) -> None:
     ("built", "arguments", "expected"),
     [
         (ptx_kernels.transposed_matrices, (BITS, BITS), {r"STSM\.16\.MT88\.4": 1}),
+        (ptx_kernels.matrices, (BITS, BITS), {r"LDSM\.16\.M88\.4": 1}),
         (ptx_kernels.shared_vectors, (FLOATS, FLOATS), {r"STS\.128": 1, r"LDS\.64": 2, "LDS": 2}),
         (
             lambda: ptx_kernels.bulk_adds(128, 2),
@@ -259,7 +265,7 @@ def test_what_is_used_too_early_is_seen(hopper: Path) -> None:
             {r"UBLKRED\.G\.S\.ADD\.F32\.RN": 2, "UTMACMDFLUSH": 1, r"FENCE\.VIEW\.ASYNC": 1},
         ),
     ],
-    ids=["stmatrix, transposed", "vectors", "bulk add"],
+    ids=["stmatrix, transposed", "ldmatrix", "vectors", "bulk add"],
 )
 def test_accesses_of_shared_memory(
     hopper: Path, built: Any, arguments: tuple[Any, ...], expected: dict[str, int]

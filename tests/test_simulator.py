@@ -171,6 +171,23 @@ def test_shuffles_stay_in_their_warp(lanes: int, threads: int) -> None:
     assert out.tolist() == [t ^ lanes for t in range(threads)]
 
 
+@pytest.mark.parametrize("threads", [32, 96])
+def test_votes_and_values_of_a_lane(threads: int) -> None:
+    out = np.empty((threads, 3), np.int64)
+
+    def kernel(out):
+        t = cuda.threadIdx.x
+        out[t, 0] = ptx.shfl_idx(t, (t + 5) % 32)
+        out[t, 1] = ptx.vote_ballot(t % 32 == 7 or t == 40)
+        out[t, 2] = ptx.vote_any(t == 40)
+
+    run(kernel, out, threads=threads)
+    assert out[:, 0].tolist() == [t // 32 * 32 + (t + 5) % 32 for t in range(threads)]
+    for t in range(threads):
+        second = t // 32 == 1
+        assert tuple(out[t, 1:]) == (1 << 7 | second << 8, second)
+
+
 def test_warps_may_exchange_at_different_times() -> None:
     out = np.empty(64, np.int64)
 

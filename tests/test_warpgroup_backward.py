@@ -97,27 +97,28 @@ def test_row_tiles_that_see_a_key_tile(name: str, N_q: int, N_k: int) -> None:
     B_r, B_c = 16, 32
     mask, visible = MASKS[name]
     sees = visible(N_q, N_k)
-    some, every = (warpgroup.row_tiles_seeing(mask.rule, B_r, B_c, x) for x in (False, True))
+    seeing = warpgroup.row_tiles_seeing(mask.rule, B_r, B_c)
+    misses = warpgroup.partial_tiles(mask.rule, B_r, B_c)
     T_r, T_c = math.ceil(N_q / B_r), math.ceil(N_k / B_c)
 
-    def kernel(found, args):
+    def kernel(found, partial, args):
         for j in range(T_c):
-            a, b = some(args, 0, 0, np.int32(j), N_q, N_k)
-            c, d = every(args, 0, 0, np.int32(j), N_q, N_k)
+            begin, end = seeing(args, 0, 0, np.int32(j), N_q, N_k)
             if cuda.threadIdx.x == 31:  # all lanes know
-                found[j, 0], found[j, 1], found[j, 2], found[j, 3] = a, b, c, d
+                found[j, 0], found[j, 1] = begin, end
+            for i in range(cuda.threadIdx.x, T_r, 32):
+                partial[i, j] = misses(args, 0, 0, np.int32(i), np.int32(j), N_q, N_k)
 
-    found = np.zeros((T_c, 4), np.int64)
-    run(kernel, found, mask.args)
-    for j, (begin, end, full_begin, full_end) in enumerate(found):
+    found, partial = np.zeros((T_c, 2), np.int64), np.zeros((T_r, T_c), bool)
+    run(kernel, found, partial, mask.args)
+    for j, (begin, end) in enumerate(found):
         for i in range(T_r):
             tile = sees[i * B_r : (i + 1) * B_r, j * B_c : (j + 1) * B_c]
-            whole = (j + 1) * B_c <= N_k and bool(tile.all())
+            assert partial[i, j] == ((j + 1) * B_c > N_k or not tile.all())
             if mask.rule.elementwise:  # its bounds are all keys
                 assert begin <= i < end
             else:
                 assert (begin <= i < end) == bool(tile.any())
-                assert (full_begin <= i < full_end) == whole
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -125,19 +126,15 @@ def test_row_tiles_that_see_a_key_tile(name: str, N_q: int, N_k: int) -> None:
 @pytest.mark.parametrize(("N_q", "N_k"), LENGTHS)
 def test_hidden_scores(name: str, keys_in_rows: bool, N_q: int, N_k: int) -> None:
     mask, visible = MASKS[name]
-    find = warpgroup.hidden_finder(N, mask.rule, keys_in_rows)
+    find = warpgroup.hidden_finder(mask.rule, keys_in_rows)
     first_row, first_key = 48 if N_q > 64 else 0, 32 if N_k > 64 else 0
     hidden = np.zeros((32, 1), np.uint32)
 
     def kernel(hidden, args):
         lane = cuda.threadIdx.x
-        own = cuda.local.array(1, np.uint32)
         down, across = lane // 4, 2 * (lane % 4)
-        if keys_in_rows:
-            find(own, args, 0, 0, first_row + across, first_key + down, N_q, N_k)
-        else:
-            find(own, args, 0, 0, first_row + down, first_key + across, N_q, N_k)
-        hidden[lane, 0] = own[0]
+        i, j = (across, down) if keys_in_rows else (down, across)
+        hidden[lane, 0] = find(args, 0, 0, first_row + i, first_key + j, N_q, N_k)
 
     run(kernel, hidden, mask.args)
     seen = np.zeros((16, N), bool)
@@ -151,18 +148,17 @@ def test_hidden_scores(name: str, keys_in_rows: bool, N_q: int, N_k: int) -> Non
 
 def test_what_is_hidden_is_zero() -> None:
     """NaN and infinity, too; the other half of the word stays."""
-    _, hide = warpgroup.score_packer(N, "bf16")
+    _, hide = warpgroup.score_packer("bf16")
     rng = np.random.default_rng(5)
     words = rng.integers(0, 2**32, (32, HELD // 2), np.uint32)
     bits = rng.integers(0, 2**32, (32, 1), np.uint32)
 
     def kernel(words, bits, after):
         lane = cuda.threadIdx.x
-        own, hidden = cuda.local.array(HELD // 2, np.uint32), cuda.local.array(1, np.uint32)
-        hidden[0] = bits[lane, 0]
+        own = cuda.local.array(HELD // 2, np.uint32)
         for k in range(HELD // 2):
             own[k] = words[lane, k]
-        hide(own, hidden)
+        hide(own, bits[lane, 0])
         for k in range(HELD // 2):
             after[lane, k] = own[k]
 

@@ -262,7 +262,7 @@ def build(
         T_r = u32((N_q + B_r - 1) // B_r)
         row_tiles, section = u32(T_r * H * B), u32(section_heads)
         thread = u32(cuda.threadIdx.x)
-        group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+        group = u32(ptx.shfl_idx(np.int32(thread // u32(THREADS)), 0))
         info = info_tile(None)
 
         if thread == u32(0):

@@ -13,7 +13,7 @@ HBM        reads K_j and V_j once, Q_i and dO_i for each step, in boxes that the
 Shared     K_j, V_j (B_c x d); rings of Q_i, dO_i (B_r x d), L_i, D_i, dS_ij and of dQ_i (fp32); the
            barriers that say which are there.
 Registers  a consumer's thread: its parts of 64 keys' S^T, dP^T, P^T and dS^T (16 bits), dK_j, dV_j,
-           and of dQ_i.
+           of dQ_i, and, for d up to 64, of K_j and V_j.
 
 The first warpgroup is the producer: a warp each copies K_j and every Q_i; V_j and every dO_i; L_i
 and D_i; and dQ_i to memory. Each of the other two, the consumers, has 64 of the keys. So
@@ -35,7 +35,7 @@ from numba import cuda, float32, uint32
 from fa2_numba import cache, hbm, ptx
 from fa2_numba.formats import FORMATS, LOG2_E
 from fa2_numba.launch import Operands
-from fa2_numba.masking import FULL, UNCHANGED, tile_functions
+from fa2_numba.masking import UNCHANGED
 from fa2_numba.problem import Problem
 from fa2_numba.smem import shared_tile
 from fa2_numba.tile import u32
@@ -51,6 +51,8 @@ from fa2_numba.warpgroup import (
     first_row,
     gradient_recomputer,
     hidden_finder,
+    matrix_loader,
+    partial_tiles,
     places,
     row_statistics,
     row_tiles_seeing,
@@ -64,13 +66,12 @@ from fa2_numba.warpgroup import (
 )
 
 CONSUMERS = 2
-# Registers of a thread of the producer and of a consumer, by how many boxes of 64 columns d takes.
-# A consumer waits for its own until the producer has given back enough: together they may have 168
-# for each thread of the block.
-REGISTERS = {1: (72, 216), 2: (40, 232)}
+# Registers of a thread of the producer and of a consumer. A consumer waits for its own until the
+# producer has given back enough: together they may have 168 for each thread of the block.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # What the producer tells the consumers, and its own warp that sends dQ, of a step.
-ROW_TILE, HEAD, BATCH, PARTIAL, FIELDS = range(5)
-LAST = -1  # as ROW_TILE: there is no further step
+ROW_TILE, HEAD, BATCH, KIND, FIELDS = range(5)
+LAST, WHOLE, PARTIAL = range(-1, 2)  # as KIND: there is no further step; of the tile (i, j)
 HEADS_IN_L2 = 8  # whose tiles go by length together, under a mask: what they add to stays in L2
 MEETING = 1  # the named barrier at which both consumers and the warp that sends dQ meet
 
@@ -111,13 +112,15 @@ def build(
     assert halves * boxes == 2, "the consumers share dQ_i by its rows or by its columns"
     row_box, key_box, half_box = (rows * ptx.ROW_BYTES for rows in (B_r, B_c, ROWS))
     in_S, in_P, in_dK, in_dQ = ROWS // 2, ROWS // 4, width // 2, BOX_COLUMNS // 2  # of a thread
-    words = -(-ROWS // 64)  # a bit for each score of a thread
+    holds = boxes == 1  # K_j and V_j in registers, too
+    in_K = width // 4 if holds else 1
     of_lane = B_r // 32  # rows whose L and D a lane moves
     meeting = CONSUMERS * THREADS + 32  # threads
     fmt = FORMATS[dtype]
-    of_producer, of_consumer = REGISTERS[boxes]
-    held = of_producer + CONSUMERS * of_consumer
-    assert held <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), "a block would wait for ever"
+    registers = PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS
+    assert registers <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), (
+        "a block would wait for ever"
+    )
 
     rings, shared_bytes = tiling.hopper_backward_layout(d)
     stages = rings["Q"].places
@@ -136,8 +139,9 @@ def build(
     assert infos > stages + 1  # who sends dQ reads that of the step before; `stages` are ahead
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
 
-    steps_of_d = ptx.k_major_steps(width, key_box), ptx.k_major_steps(width, row_box)
-    multiply_S = ptx.wgmma_mma_async(ROWS, dtype, *steps_of_d)
+    keys_steps = tuple(range(0, in_K, 4)) if holds else ptx.k_major_steps(width, key_box)
+    rows_steps = ptx.k_major_steps(width, row_box)
+    multiply_S = ptx.wgmma_mma_async(ROWS, dtype, keys_steps, rows_steps, a_in_registers=holds)
     multiply_dK = ptx.wgmma_mma_async(
         width,
         dtype,
@@ -153,6 +157,7 @@ def build(
         ptx.mn_major_steps(B_c),
         transpose_b=True,
     )
+    fence_K = ptx.wgmma_fence(in_K, in_K)
     fence_S, fence_dQ = ptx.wgmma_fence(in_S), ptx.wgmma_fence(in_dQ)
     fence_dK = ptx.wgmma_fence(in_dK, in_P)
     # S^T has dP^T behind it, and dV and dK of the half before come with it.
@@ -163,16 +168,16 @@ def build(
     wait_dQ = ptx.wgmma_wait_group(1, in_dQ)
     wait_last_dQ = ptx.wgmma_wait_group(0, in_dQ)
     wait_read = ptx.cp_async_bulk_wait_group_read(0)
-    give_back_registers = ptx.setmaxnreg_dec(of_producer)
-    take_registers = ptx.setmaxnreg_inc(of_consumer)
+    give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS)
+    take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS)
 
-    _, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
     prepare, _ = change.functions(hbm.device, np.float32)
-    elementwise, plain = rule.elementwise, change is UNCHANGED
-    seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
-    find_hidden = hidden_finder(ROWS, rule, keys_in_rows=True)
+    plain = change is UNCHANGED
+    seeing, is_partial = row_tiles_seeing(rule, B_r, B_c), partial_tiles(rule, B_r, B_c)
+    find_hidden = hidden_finder(rule, keys_in_rows=True)
     make_P, make_dS, make_both = score_gradients(ROWS, True, change)
-    round_scores, _ = score_packer(ROWS, dtype)
+    round_scores, _ = score_packer(dtype)
+    load_held = matrix_loader(width)
     store_dS, zero_of = transposed_storer(ROWS), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     clear_S, clear_dQ, clear_dK = clearer(in_S), clearer(in_dQ), clearer(in_dK)
@@ -182,32 +187,27 @@ def build(
         gradient_recomputer(gradient, d, rule, change, fmt) for gradient in ("dK", "dV")
     )
 
-    @hbm.device
-    def is_partial(mask_args, b, h, i, j, full_begin, full_end, N_q, N_k):
-        """Whether some row of the tile does not see some key of it."""
-        outside = i < full_begin or i >= full_end
-        if elementwise:
-            return outside or tile_kind(mask_args, b, h, i, j, 0, N_k, N_q, N_k) != FULL
-        return outside
-
     # ---- products -------------------------------------------------------------------------------
 
     @hbm.device
-    def start_scores(S, keys, rows, me, half):
-        """S^T from K_j and Q_i, or dP^T from V_j and dO_i, at these addresses."""
+    def start_scores(S, held, keys, rows, me, half):
+        """S^T from K_j and Q_i, or dP^T from V_j and dO_i, at these addresses or held."""
         B = across(u32(rows + half * u32(half_box)))
         clear_S(S)
         fence_S(S)
-        multiply_S(S, across(keys + me * u32(half_box)), B, 0)
+        if holds:
+            multiply_S(S, held, 0, B, 0)
+        else:
+            multiply_S(S, across(keys + me * u32(half_box)), B, 0)
         ptx.wgmma_commit_group()
 
     @hbm.device
-    def start_S(S, me, step, half):
-        start_scores(S, k_at(u32(0)), q_at(step), me, half)
+    def start_S(S, K_j, me, step, half):
+        start_scores(S, K_j, k_at(u32(0)), q_at(step), me, half)
 
     @hbm.device
-    def start_dP(dP, me, step, half):
-        start_scores(dP, v_at(u32(0)), do_at(step), me, half)
+    def start_dP(dP, V_j, me, step, half):
+        start_scores(dP, V_j, v_at(u32(0)), do_at(step), me, half)
 
     @hbm.device
     def start_gradient(acc, P, rows, half):
@@ -252,14 +252,15 @@ def build(
     # ---- scores ---------------------------------------------------------------------------------
 
     @hbm.device
-    def prepare_mask(hidden, mask_args, info, step, half, key, column, N_q, N_k):
-        """Which of my scores are masked; none, if hidden[0] is 0."""
-        at = step % u32(infos)
-        hidden[0] = u32(0)
-        if info[at, PARTIAL]:
+    def hidden_scores(mask_args, info, kind, step, half, key, column, N_q, N_k):
+        """Which of my scores are masked: a bit for each."""
+        hidden = u32(0)
+        if ptx.vote_any(kind == np.int32(PARTIAL)):
+            at = step % u32(infos)
             row = np.int64(info[at, ROW_TILE]) * B_r + np.int64(column + half * u32(ROWS))
             b, h = info[at, BATCH], info[at, HEAD]
-            find_hidden(hidden, mask_args, b, h, row, np.int64(key), N_q, N_k)
+            hidden = find_hidden(mask_args, b, h, row, np.int64(key), N_q, N_k)
+        return u32(hidden)
 
     @hbm.device
     def L_of(step, half, column):
@@ -280,11 +281,11 @@ def build(
 
     @hbm.device
     def half_step(
-        S, dP, P, dS, dK, dV, hidden, me, step, half, key, column, c,
+        S, dP, P, dS, dK, dV, kind, me, step, half, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread,
     ):  # fmt: skip
         """S^T and dP^T of 64 rows are in flight; then dV and dK are."""
-        prepare_mask(hidden, mask_args, info, step, half, key, column, N_q, N_k)
+        hidden = hidden_scores(mask_args, info, kind, step, half, key, column, N_q, N_k)
         if plain:
             wait_S(S, P, dS)
             make_P(S, L_of(step, half, column), c)
@@ -303,19 +304,19 @@ def build(
 
     @hbm.device
     def finish_step(
-        S, dP, P, dS, dK, dV, hidden, me, step, key, column, c,
+        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
     ):  # fmt: skip
-        """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. What step comes then."""
+        """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. The kind of the next."""
         half_step(
-            S, dP, P, dS, dK, dV, hidden, me, step, u32(0), key, column, c,
+            S, dP, P, dS, dK, dV, kind, me, step, u32(0), key, column, c,
             scale, mask_args, score_args, info, N_q, N_k, thread,
         )  # fmt: skip
         if halves == 2:
-            start_S(S, me, step, u32(1))
-            start_dP(dP, me, step, u32(1))
+            start_S(S, K_j, me, step, u32(1))
+            start_dP(dP, V_j, me, step, u32(1))
             half_step(
-                S, dP, P, dS, dK, dV, hidden, me, step, u32(1), key, column, c,
+                S, dP, P, dS, dK, dV, kind, me, step, u32(1), key, column, c,
                 scale, mask_args, score_args, info, N_q, N_k, thread,
             )  # fmt: skip
         if adds_dQ:
@@ -323,14 +324,14 @@ def build(
             ptx.bar_sync(MEETING, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
         then = u32(step + u32(1))
         wait_Q(then)
-        i = info[then % u32(infos), ROW_TILE]
+        kind = info[then % u32(infos), KIND]
         wait_products(dK, dV, P, dS)
         # Q_i, dO_i, L_i and D_i may be replaced. The consumer's other warps are no step behind: the
         # meeting keeps them together, or, without it, the products.
         if leader:
             ptx.mbarrier_arrive(do_empty(step))
             ptx.mbarrier_arrive(q_empty(step))
-        return i
+        return kind
 
     # ---- the kernel -----------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ def build(
         )
         j, h_k, b = np.int32(tile), np.int32(head % H_k), np.int32(head // H_k)
         thread = u32(cuda.threadIdx.x)
-        group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+        group = u32(ptx.shfl_idx(np.int32(thread // u32(THREADS)), 0))
 
         if thread == u32(0):
             ptx.mbarrier_init(kv_full(u32(0)), 1)
@@ -399,7 +400,6 @@ def build(
                 for g in range(group_size):
                     h = np.int32(h_k * group_size + np.int32(g))
                     begin, i = seeing(range_args, b, h, j, N_q, N_k)
-                    full_begin, full_end = seeing_all(range_args, b, h, j, N_q, N_k)
                     while i > begin:
                         i = np.int32(i - np.int32(1))
                         fetch_rows(L, D, b, h, np.int64(i) * B_r, N_q, l, D_i)
@@ -408,23 +408,22 @@ def build(
                         if lane == u32(0):
                             at = step % u32(infos)
                             info[at, ROW_TILE], info[at, HEAD], info[at, BATCH] = i, h, b
-                            info[at, PARTIAL] = np.int32(
-                                is_partial(mask_args, b, h, i, j, full_begin, full_end, N_q, N_k)
-                            )
+                            partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
+                            info[at, KIND] = np.int32(PARTIAL if partial else WHOLE)
                         cuda.syncwarp()
                         if lane == u32(0):
                             ptx.mbarrier_arrive(q_full(step))
                         step = u32(step + u32(1))
                 if lane == u32(0):
                     wait_Q_empty(step)
-                    info[step % u32(infos), ROW_TILE] = np.int32(LAST)
+                    info[step % u32(infos), KIND] = np.int32(LAST)
                     ptx.mbarrier_arrive(q_full(step))
                     ptx.mbarrier_arrive(q_full(step))
             elif adds_dQ:  # sends what the consumers put
                 info = info_tile(None)
                 while True:
                     wait_Q(step)
-                    if info[step % u32(infos), ROW_TILE] == np.int32(LAST):
+                    if info[step % u32(infos), KIND] == np.int32(LAST):
                         break
                     if lane == u32(0):
                         wait_read()  # of the dQ sent last: its place is free
@@ -443,8 +442,8 @@ def build(
             S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
             P, dS = cuda.local.array(in_P, uint32), cuda.local.array(in_P, uint32)
             dQ = cuda.local.array(in_dQ, float32)
+            K_j, V_j = cuda.local.array(in_K, uint32), cuda.local.array(in_K, uint32)
             dK, dV = cuda.local.array(in_dK, float32), cuda.local.array(in_dK, float32)
-            hidden = cuda.local.array(words, uint32)
             clear_dK(dK)
             clear_dK(dV)
             me = u32(group - u32(1))
@@ -460,30 +459,34 @@ def build(
             ptx.mbarrier_try_wait_parity(kv_full(u32(0)), 0)
             ptx.mbarrier_try_wait_parity(kv_full(u32(1)), 0)
             wait_Q(step)
-            i = info[step, ROW_TILE]
+            kind = info[step, KIND]
             # A vote has one outcome for all lanes: so ptxas keeps `step` in a uniform register.
-            if ptx.vote_any(i != np.int32(LAST)):
+            if ptx.vote_any(kind != np.int32(LAST)):
+                if holds:
+                    load_held(K_j, u32(k_at(u32(0)) + me * u32(half_box)), thread)
+                    load_held(V_j, u32(v_at(u32(0)) + me * u32(half_box)), thread)
+                    fence_K(K_j, V_j)
                 # The first step has no dQ of a step before beside it.
-                start_S(S, me, step, u32(0))
+                start_S(S, K_j, me, step, u32(0))
                 wait_dO(step)
-                start_dP(dP, me, step, u32(0))
-                i = finish_step(
-                    S, dP, P, dS, dK, dV, hidden, me, step, my_key, my_column, c,
+                start_dP(dP, V_j, me, step, u32(0))
+                kind = finish_step(
+                    S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
                     scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                 )  # fmt: skip
                 step = u32(step + u32(1))
 
-                while ptx.vote_any(i != np.int32(LAST)):
+                while ptx.vote_any(kind != np.int32(LAST)):
                     if adds_dQ:
                         start_dQ(dQ, me, u32(step - u32(1)))
-                    start_S(S, me, step, u32(0))
+                    start_S(S, K_j, me, step, u32(0))
                     if adds_dQ:
                         wait_dQ(dQ)
                         put_dQ(dQ, step, thread)
                     wait_dO(step)
-                    start_dP(dP, me, step, u32(0))
-                    i = finish_step(
-                        S, dP, P, dS, dK, dV, hidden, me, step, my_key, my_column, c,
+                    start_dP(dP, V_j, me, step, u32(0))
+                    kind = finish_step(
+                        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
                         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                     )  # fmt: skip
                     step = u32(step + u32(1))

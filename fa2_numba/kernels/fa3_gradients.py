@@ -40,7 +40,7 @@ from numba import cuda, float32, uint32
 from fa2_numba import cache, hbm, ptx
 from fa2_numba.formats import FORMATS, LOG2_E
 from fa2_numba.launch import Operands, processors
-from fa2_numba.masking import FULL, UNCHANGED, tile_functions
+from fa2_numba.masking import UNCHANGED, tile_functions
 from fa2_numba.problem import Problem
 from fa2_numba.smem import shared_tile
 from fa2_numba.tile import u32
@@ -65,6 +65,7 @@ from fa2_numba.warpgroup import (
     gradient_recomputer,
     hidden_finder,
     nth_tile,
+    partial_tiles,
     places,
     row_statistics,
     row_tiles_seeing,
@@ -118,7 +119,6 @@ def build(
     boxes, width = -(-d // BOX_COLUMNS), -(-d // 16) * 16  # of a row of d; d as products take it
     x_box, y_box = STAYING * ptx.ROW_BYTES, B_m * ptx.ROW_BYTES
     in_S, in_P, in_acc = B_m // 2, B_m // 4, width // 2  # registers of a thread
-    words = -(-B_m // 64)  # a bit for each score of a thread
     of_lane = B_m // 32  # rows whose L and D a lane moves
 
     rings, shared_bytes = gradient_layout(gradient, d)
@@ -160,13 +160,13 @@ def build(
     give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS)
     take_registers = ptx.setmaxnreg_inc(CONSUMER_REGISTERS[CONSUMERS])
 
-    tile_range, tile_kind, _ = tile_functions(rule, B_r, B_c, hbm.device)
+    tile_range, _, _ = tile_functions(rule, B_r, B_c, hbm.device)
     prepare, changed = change.functions(hbm.device, np.float32)
-    elementwise, plain = rule.elementwise, change is UNCHANGED
-    seeing, seeing_all = (row_tiles_seeing(rule, B_r, B_c, every) for every in (False, True))
-    find_hidden = hidden_finder(B_m, rule, of_keys)
+    plain = change is UNCHANGED
+    seeing, is_partial = row_tiles_seeing(rule, B_r, B_c), partial_tiles(rule, B_r, B_c)
+    find_hidden = hidden_finder(rule, of_keys)
     make_P, make_dS, make_both = score_gradients(B_m, of_keys, change)
-    round_scores, _ = score_packer(B_m, dtype)
+    round_scores, _ = score_packer(dtype)
     clear_S, clear_acc, zero_of = clearer(in_S), clearer(in_acc), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
     fetch_rows, put_rows = row_statistics(B_m, from_dS)
@@ -190,23 +190,6 @@ def build(
             return seeing(range_args, b, h, t, N_q, N_k)
         begin, end, _, _ = tile_range(range_args, b, h, t, N_q, N_k)
         return np.int32(begin), np.int32(end)
-
-    @hbm.device
-    def visited_whole(range_args, b, h, t, N_q, N_k):
-        """Those of which every row sees every key: first, end."""
-        if of_keys:
-            return seeing_all(range_args, b, h, t, N_q, N_k)
-        _, _, lo_last, hi_first = tile_range(range_args, b, h, t, N_q, N_k)
-        return np.int32((lo_last + B_c - 1) // B_c), np.int32(hi_first // B_c)
-
-    @hbm.device
-    def is_partial(mask_args, b, h, t, s, full_begin, full_end, N_q, N_k):
-        """Whether some row of tile (t, s) does not see some key of it."""
-        outside = s < full_begin or s >= full_end
-        if elementwise:
-            i, j = (s, t) if of_keys else (t, s)
-            return outside or tile_kind(mask_args, b, h, i, j, 0, N_k, N_q, N_k) != FULL
-        return outside
 
     # ---- products -------------------------------------------------------------------------------
 
@@ -235,7 +218,7 @@ def build(
     @hbm.device
     def uniform(x):
         """The first lane's x: the same in all, as ptxas then knows."""
-        return np.int32(cuda.shfl_sync(0xFFFFFFFF, x, 0))
+        return np.int32(ptx.shfl_idx(x, 0))
 
     @hbm.device
     def take_turn(group):
@@ -264,15 +247,16 @@ def build(
     # ---- scores ---------------------------------------------------------------------------------
 
     @hbm.device
-    def prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k):
-        """Which of my scores are masked; none, if hidden[0] is 0."""
+    def hidden_scores(mask_args, info, step, mine, column, N_q, N_k):
+        """Which of my scores are masked: a bit for each."""
         at = step % u32(infos)
-        hidden[0] = u32(0)
-        if info[at, PARTIAL]:
+        hidden = u32(0)
+        if ptx.vote_any(info[at, PARTIAL] != np.int32(0)):
             first = np.int64(info[at, TILE]) * B_m + np.int64(column)
             b, h = info[at, BATCH], info[at, HEAD]
             row, key = (first, np.int64(mine)) if of_keys else (np.int64(mine), first)
-            find_hidden(hidden, mask_args, b, h, row, key, N_q, N_k)
+            hidden = find_hidden(mask_args, b, h, row, key, N_q, N_k)
+        return u32(hidden)
 
     @hbm.device
     def L_of(step, column):
@@ -329,7 +313,7 @@ def build(
         all_tiles, section = u32(tiles * all_heads), u32(section_heads)
         by = group_size if of_keys else u32(1)  # query heads that go by
         thread = u32(cuda.threadIdx.x)
-        group = u32(cuda.shfl_sync(0xFFFFFFFF, np.int32(thread // u32(THREADS)), 0))
+        group = u32(ptx.shfl_idx(np.int32(thread // u32(THREADS)), 0))
         info, told = info_tile(None), tile_info(None)
 
         if thread == u32(0):
@@ -413,7 +397,6 @@ def build(
                     for g in range(by):
                         h = np.int32(u32(h_x) * by + u32(g))
                         s, end = visited(range_args, b, h, t, N_q, N_k)
-                        full_begin, full_end = visited_whole(range_args, b, h, t, N_q, N_k)
                         while s < end:
                             if of_keys:
                                 fetch_rows(L, D, b, h, np.int64(s) * B_m, N_q, l, D_i)
@@ -423,9 +406,8 @@ def build(
                             if lane == u32(0):
                                 at = step % u32(infos)
                                 info[at, TILE], info[at, HEAD], info[at, BATCH] = s, h, b
-                                partial = is_partial(
-                                    mask_args, b, h, t, s, full_begin, full_end, N_q, N_k
-                                )
+                                i, j = (s, t) if of_keys else (t, s)
+                                partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
                                 info[at, PARTIAL] = np.int32(partial)
                             cuda.syncwarp()
                             if lane == u32(0):
@@ -439,7 +421,6 @@ def build(
             P = cuda.local.array(in_P, uint32)  # P or dS, whichever acc is made of
             acc = cuda.local.array(in_acc, float32)
             L_i, D_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
-            hidden = cuda.local.array(words, uint32)
             me = u32(group - u32(1))
             leader = thread % u32(THREADS) == u32(0)
             my_row = np.int32(u32(me * u32(ROWS)) + first_row(thread))
@@ -482,7 +463,7 @@ def build(
                     if not of_keys:
                         for r in range(2):  # rows without keys, or past the last: P = 0
                             L_i[r] = L_i[r] * LOG2_E if L_i[r] != NEG_INF else -NEG_INF
-                    prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                    hidden = hidden_scores(mask_args, info, step, mine, column, N_q, N_k)
                     wait_first_S(S)
                     if leader and not from_dS:
                         ptx.mbarrier_arrive(y_empty(step))
@@ -510,7 +491,7 @@ def build(
                             wait_Y(step)
                             start_S(S, me, step)
                             pass_turn(group)
-                            prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                            hidden = hidden_scores(mask_args, info, step, mine, column, N_q, N_k)
                             wait_acc(acc, P)
                             if leader:
                                 ptx.mbarrier_arrive(y_empty(last))
@@ -530,7 +511,7 @@ def build(
                             start_S(S, me, step)
                             wait_W(last)
                             start_acc(acc, P, last)
-                            prepare_mask(hidden, mask_args, info, step, mine, column, N_q, N_k)
+                            hidden = hidden_scores(mask_args, info, step, mine, column, N_q, N_k)
                             wait_S(S)
                             if leader:
                                 ptx.mbarrier_arrive(y_empty(step))

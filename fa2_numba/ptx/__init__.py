@@ -31,6 +31,7 @@ from fa2_numba.ptx.hopper import (
     fence_proxy_tensormap,
     k_major_steps,
     ld_shared_v2_f32,
+    ldmatrix_x4,
     matrix_descriptor,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
@@ -60,6 +61,8 @@ from fa2_numba.ptx.scalar import (
     mov_u64_globaltimer,
     rcp_approx_ftz_f32,
     shfl_bfly,
+    shfl_idx,
     trap_if_negative,
     vote_any,
+    vote_ballot,
 )

@@ -225,6 +225,14 @@ stmatrix_x4_trans = _ordered(
     *("uint32",) * 5,
 )
 
+ldmatrix_x4 = register_instruction(
+    # "Warp Level Matrix Multiply-Accumulate Instructions: ldmatrix". (array of 4, address): reads
+    # what `stmatrix_x4` stores.
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+    (4,),
+    operands=("uint32",),
+)
+
 ld_shared_v2_f32 = register_instruction(
     # "Data Movement and Conversion Instructions: ld". (array of 2, address): two neighbours.
     "ld.shared.v2.f32 {$0, $1}, [$2];",

@@ -129,12 +129,21 @@ def _shuffle_stand_in(x: Any, lanes: int) -> Any:
     return simulator.exchange(x)[simulator.lane() ^ int(lanes)]
 
 
+def _lane_stand_in(x: Any, lane: int) -> Any:
+    return simulator.exchange(x)[int(lane)]
+
+
 def _vote_stand_in(predicate: Any) -> bool:
     return any(simulator.exchange(predicate))
 
 
+def _ballot_stand_in(predicate: Any) -> np.uint32:
+    return np.uint32(sum(1 << n for n, x in enumerate(simulator.exchange(predicate)) if x))
+
+
 if simulator.ACTIVE:
-    shfl_bfly, vote_any = _shuffle_stand_in, _vote_stand_in
+    shfl_bfly, shfl_idx = _shuffle_stand_in, _lane_stand_in
+    vote_any, vote_ballot = _vote_stand_in, _ballot_stand_in
 else:
     from numba import cuda
 
@@ -147,9 +156,25 @@ else:
         return cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes)
 
     @cuda.jit(device=True)
+    def shfl_idx(x, lane):
+        """``shfl.sync.idx``: the value `x` of a lane. All 32 lanes take part.
+
+        PTX ISA, "Data Movement and Conversion Instructions: shfl.sync".
+        """
+        return cuda.shfl_sync(0xFFFFFFFF, x, lane)
+
+    @cuda.jit(device=True)
     def vote_any(predicate):
         """``vote.sync.any``: whether it holds in some lane of the warp. All 32 lanes take part.
 
         PTX ISA, "Parallel Synchronization and Communication Instructions: vote.sync".
         """
         return cuda.any_sync(0xFFFFFFFF, predicate)
+
+    @cuda.jit(device=True)
+    def vote_ballot(predicate):
+        """``vote.sync.ballot``: bit l is whether it holds in lane l. All 32 lanes take part.
+
+        PTX ISA, "Parallel Synchronization and Communication Instructions: vote.sync".
+        """
+        return cuda.ballot_sync(0xFFFFFFFF, predicate)
