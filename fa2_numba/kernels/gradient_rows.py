@@ -17,6 +17,7 @@ from fa2_numba.formats import FORMATS
 from fa2_numba.launch import Operands
 from fa2_numba.problem import Problem
 from fa2_numba.softmax import row_reductions
+from fa2_numba.tile import u32
 from fa2_numba.tiling import BOX_COLUMNS, Tiling, ceil_div, vector_width
 
 WARP = 32
@@ -84,17 +85,12 @@ def build_prepare(tiling: Tiling, d: int, dtype: str, width: int, clears: bool) 
     _, row_sum = row_reductions(4)
 
     def prepare(dO, O, dL, D, dQ_acc):
-        H, N_q = O.shape[1], O.shape[2]
-        T_r = (N_q + B_r - 1) // B_r
-        block, tid = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        i, h, b = block % T_r, block // T_r % H, block // (T_r * H)
+        H, N_q = u32(O.shape[1]), O.shape[2]
+        T_r = u32((N_q + B_r - 1) // B_r)
+        block, tid = u32(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
+        i, head = np.int64(block % T_r), u32(block // T_r)
+        h, b = np.int64(head % H), np.int64(head // H)
         row, lane = i * B_r + tid // 4, tid % 4
-        if clears:
-            zeros = cuda.local.array(4, np.float32)
-            for c in range(4):
-                zeros[c] = ZERO
-            for n in range(tile // (4 * threads)):
-                store(dQ_acc, (b, h, i, 4 * (tid + n * threads)), zeros, 0)
         x, y = cuda.local.array(held, storage), cuda.local.array(held, storage)
         for t in range(steps):
             for c in range(0, C, width):
@@ -104,6 +100,12 @@ def build_prepare(tiling: Tiling, d: int, dtype: str, width: int, clears: bool) 
                 if row < N_q and col < d:
                     load(dO, (b, h, row, col), x, C * t + c)
                     load(O, (b, h, row, col), y, C * t + c)
+        if clears:  # while the loads are on their way
+            zeros = cuda.local.array(4, np.float32)
+            for c in range(4):
+                zeros[c] = ZERO
+            for n in range(tile // (4 * threads)):
+                store(dQ_acc, (b, h, i, 4 * (tid + n * threads)), zeros, 0)
         total = ZERO
         for n in range(held):
             total += to_acc(x[n]) * to_acc(y[n])
