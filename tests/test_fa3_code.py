@@ -23,6 +23,7 @@ from fa2_numba.tiling import Tiling, choose_hopper
 pytestmark = pytest.mark.codegen
 
 WAITS = 6  # for S, of the first step and of two loops; for P V, in two loops and of the last step
+MOVES = 12  # to uniform registers, from the first product to the last
 REGISTERS = {128: 168, 192: 128}  # of a thread at the launch, by B_r
 SHORT, LONG = 1024, 8192
 
@@ -131,6 +132,9 @@ def test_products_stay_in_flight(
     share = 3 / 4 if d <= 64 else 1 / 2
     assert beside_PV(code) and min(beside_PV(code)) >= 2 + share * tiling.B_c / 2
     assert len(code.using("USETMAXREG")) == 2
+    # Descriptors are made in uniform registers: moved there by lanes, they would be ten times more.
+    first, *_, last = (k for k, op in enumerate(code.opcodes) if op.startswith("HGMMA"))
+    assert code.opcodes[first:last].count("R2UR") <= MOVES
 
 
 def test_an_output_that_is_not_aligned(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
