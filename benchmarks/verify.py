@@ -75,6 +75,7 @@ ON_CHIP_SHAPES = (SHAPES[0], SHAPES[2], SHAPES[6])
 # With 8 heads and N = 1,024: one row tile a block. Then more row tiles than SMs, and boxes that
 # end beyond N or lie there altogether; rows that see no key.
 FA3: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("fa3", "bf16", 40, {}),  # rows of boxes that are stored start in the middle of a sector
     ("fa3", "bf16", 64, {}),
     ("fa3", "fp16", 64, {"causal": True}),
     ("fa3", "bf16", 96, {"causal": True}),

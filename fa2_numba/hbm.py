@@ -9,9 +9,9 @@ adds to a tally:
 * requests: one per warp instruction with an active lane;
 * sectors: the distinct 32-byte pieces of memory that the warp instruction touches.
 
-A kernel may do six things with a global array, besides asking its shape: read it, write it,
-`vector_load`, `vector_store`, `atomic_add`, and have the hardware copy boxes of it to shared memory
-(`box_loader`) or add shared memory to it (`bulk_add`).
+A kernel may do seven things with a global array, besides asking its shape: read it, write it,
+`vector_load`, `vector_store`, `atomic_add`, and have the hardware copy boxes of it to and from
+shared memory (`box_loader`, `box_storer`) or add shared memory to it (`bulk_add`).
 Whatever else it tries with a `Counted` array is a typing error, so nothing is ever missed.
 
 `phase(A, p)` is `A` with its accesses tallied in row `p`, for the few arrays that one kernel
@@ -165,8 +165,10 @@ class CountedBoxes:
 
     Notes
     -----
-    The copy of a box is one request. Elements are those of the box that exist; sectors those of the
-    whole box, as the hardware counts them: what is outside of the array comes as zeros.
+    The copy of a box is one request. Elements are those of the box that exist. Sectors of a load
+    are those of the whole box, as the hardware counts them: what is outside of the array comes as
+    zeros. What is outside is not stored: sectors of a store are those of the elements that exist,
+    row by row.
     """
 
     def __init__(self, counted: Counted, address: int):
@@ -329,6 +331,19 @@ else:
             cuda.atomic.add(tally, (row, op, DISTINCT), elements * distinct)
             cuda.atomic.add(tally, (row, op, REQUESTS), 1)
             cuda.atomic.add(tally, (row, op, SECTORS), sectors)
+
+    @cuda.jit(device=True)
+    def _count_copy(tally, row, op, elements, sectors):
+        """Add one request to the copy unit, which one thread makes, to the tally."""
+        cuda.atomic.add(tally, (row, op, ELEMENTS), elements)
+        cuda.atomic.add(tally, (row, op, DISTINCT), elements)
+        cuda.atomic.add(tally, (row, op, REQUESTS), 1)
+        cuda.atomic.add(tally, (row, op, SECTORS), sectors)
+
+    @cuda.jit(device=True)
+    def _sectors(address, size):
+        """Sectors in which `size` bytes from an address on lie."""
+        return ((address + size - 1) >> 5) - (address >> 5) + 1
 
     def _counts(A, index):
         """Whether this is a counted array at its full index: anything else does not compile."""
@@ -511,11 +526,7 @@ def box_loader(boxes: int, rows: int, columns: int) -> Any:
                 for box in range(boxes):
                     first = np.int64(box * columns)
                     wide = min(np.int64(columns), C.data.shape[3] - first)
-                    elements = max(there, 0) * wide
-                    cuda.atomic.add(C.tally, (C.row, LOAD, ELEMENTS), elements)
-                    cuda.atomic.add(C.tally, (C.row, LOAD, DISTINCT), elements)
-                    cuda.atomic.add(C.tally, (C.row, LOAD, REQUESTS), 1)
-                    cuda.atomic.add(C.tally, (C.row, LOAD, SECTORS), size // 32)
+                    _count_copy(C.tally, C.row, LOAD, max(there, 0) * wide, size // 32)
                     place = np.uint32(at + np.uint32(box * size))
                     copy(place, A.address, box * columns, row, head, batch, full)
 
@@ -529,6 +540,50 @@ def box_loader(boxes: int, rows: int, columns: int) -> Any:
         return plain
 
     return load
+
+
+def box_storer(rows: int, columns: int) -> Any:
+    """A device function ``store(A, at, row, column, head, batch)``: copies a box to memory.
+
+    `rows` x `columns` elements of shared memory, from address `at` on, become those of A from `row`
+    and `column` on; the hardware writes nothing outside of A. One thread asks, after
+    `ptx.fence_proxy_async` of all that wrote the box; the copy is a group of its stores, for
+    `ptx.cp_async_bulk_wait_group` and `ptx.cp_async_bulk_wait_group_read`.
+
+    `A` is the address of a tensor map or a `CountedBoxes`.
+    """
+    copy, commit = ptx.cp_async_bulk_tensor_4d_store, ptx.cp_async_bulk_commit_group
+
+    def store(A, at, row, column, head, batch):
+        raise NotImplementedError("called in kernels only")
+
+    if simulator.ACTIVE:
+        return store
+
+    @overload(store, target="cuda")
+    def _store(A, at, row, column, head, batch):
+        if isinstance(A, _CountedBoxesType):
+
+            def counted(A, at, row, column, head, batch):
+                C = A.counted
+                first, end = np.int64(row), min(np.int64(row) + rows, C.data.shape[2])
+                wide = min(np.int64(columns), C.data.shape[3] - np.int64(column))
+                sectors = np.int64(0)
+                for i in range(first, end):
+                    sectors += _sectors(_address(C.data, (batch, head, i, column)), 2 * wide)
+                _count_copy(C.tally, C.row, STORE, max(end - first, 0) * wide, sectors)
+                copy(A.address, column, row, head, batch, at)
+                commit()
+
+            return counted
+
+        def plain(A, at, row, column, head, batch):
+            copy(A, column, row, head, batch, at)
+            commit()
+
+        return plain
+
+    return store
 
 
 def use_boxes(A: Any) -> None:
@@ -562,11 +617,7 @@ if not simulator.ACTIVE:
 
             def counted(A, index, at, elements):
                 place = _address(A.data, index)
-                sectors = ((place + 4 * elements - 1) >> 5) - (place >> 5) + 1
-                cuda.atomic.add(A.tally, (A.row, ATOMIC, ELEMENTS), elements)
-                cuda.atomic.add(A.tally, (A.row, ATOMIC, DISTINCT), elements)
-                cuda.atomic.add(A.tally, (A.row, ATOMIC, REQUESTS), 1)
-                cuda.atomic.add(A.tally, (A.row, ATOMIC, SECTORS), sectors)
+                _count_copy(A.tally, A.row, ATOMIC, elements, _sectors(place, 4 * elements))
                 add(place, at, np.uint32(4 * elements))
                 commit()
 

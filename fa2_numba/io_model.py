@@ -117,7 +117,9 @@ def _fa2(moves: "_Moves", mask: "_Mask") -> None:
 
 
 def _fa3(moves: "_Moves", mask: "_Mask") -> None:
-    """As fa2, but Q, K and V in boxes, and every tile in range is visited, at least one a row tile.
+    """As fa2, but in boxes, and every tile in range is visited, at least one a row tile.
+
+    In boxes are Q, K and V and, for d up to 64, O.
 
     Nothing for rows that are computed again because V is not finite: that depends on the data.
     """
@@ -127,8 +129,11 @@ def _fa3(moves: "_Moves", mask: "_Mask") -> None:
     tiles("Q", "load Q_i", "load", Boxes.of(t.B_r, p.d, t.B_r // WARPGROUP_ROWS))
     tiles("K", "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), visits)
     tiles("V", "load K_j, V_j", "load", Boxes.of(t.B_c, p.d), visits)
-    tiles("O", "epilogue", "store", Pattern.accumulators(t, p.d, p.fa3_store_width))
-    tiles("L", "epilogue", "store", Pattern.accumulators(t, 1, 1))
+    O_i = Pattern.accumulators(t, p.d, p.fa3_store_width)
+    if p.fa3_stores_boxes:
+        O_i = StoredBoxes.of(t.B_r, p.d, t.B_r // 16)  # one for each warp
+    tiles("O", "epilogue", "store", O_i)
+    tiles("L", "epilogue", "store", Pattern.rows_of_warps(t))
 
 
 def _fa1(moves: "_Moves", mask: "_Mask") -> None:
@@ -540,8 +545,7 @@ class Pattern:
     def accumulators(cls, tiling: Tiling, d: int, width: int) -> "Pattern":
         """fa3's stores of O: lane l of a quad has the 8 columns from 8 * (4 * g + l) on.
 
-        Of its two rows, the first is ``lane // 4`` of the 16 of its warp. On a matrix of one column
-        (L) that is lane 0 of each quad.
+        Of its two rows, the first is ``lane // 4`` of the 16 of its warp.
         """
         threads = tiling.threads
         groups = range(0, ceil_div(d, 16) * 2, 4)
@@ -551,6 +555,15 @@ class Pattern:
         column = 8 * (g + tid % 4) + at
         shape = (tiling.B_r, 8 * (max(groups) + 4))
         return cls(_warps(row, threads), _warps(column, threads), shape, width)
+
+    @classmethod
+    def rows_of_warps(cls, tiling: Tiling) -> "Pattern":
+        """fa3's store of L: the first two lanes of a quad have one of its two rows each."""
+        tid = np.arange(tiling.threads)
+        row = tid // WARP * 16 + tid % WARP // 4 + 8 * (tid % 4)
+        row[tid % 4 > 1] = -1
+        threads = tiling.threads
+        return cls(_warps(row, threads), _warps(0 * row, threads), (tiling.B_r, 1))
 
     @classmethod
     def by_quads(cls, tiling: Tiling) -> "Pattern":
@@ -600,6 +613,17 @@ class Boxes(Pattern):
         elements, _, _ = super().counts(strides, rows, columns, starts)
         n, size = sum(starts), math.prod(self.shape) * DTYPE_BYTES["fp16"]
         return elements, n * self.boxes, n * size // SECTOR
+
+
+class StoredBoxes(Boxes):
+    """Boxes that are stored: sectors are those of what exists, row by row (`hbm.CountedBoxes`)."""
+
+    def counts(
+        self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
+    ) -> Counts:
+        """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
+        elements, _, sectors = Pattern.counts(self, strides, rows, columns, starts)
+        return elements, sum(starts) * self.boxes, sectors
 
 
 def _warps(place: Ints, threads: int) -> Ints:

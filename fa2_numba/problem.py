@@ -184,6 +184,17 @@ class Problem:
         return width if self.layout("O").vectorises(width) else 1
 
     @property
+    def fa3_stores_boxes(self) -> bool:
+        """Whether the copy unit stores fa3's O: d up to 64, and strides that it takes."""
+        O = self.layout("O")
+        steps = (step for size, step in zip(O.shape, O.strides, strict=True) if size > 1)
+        return (
+            self.d <= BOX_COLUMNS
+            and self.fa3_store_width > 1
+            and all(0 <= step < 2**40 for step in steps)
+        )
+
+    @property
     def o_acc_name(self) -> str:
         """The array in which fa1 accumulates: O itself where it is wide enough."""
         return "O_acc" if self.rounds else "O"

@@ -200,7 +200,7 @@ class Tiling:
         Q, K and V in boxes of 64 columns of 16-bit elements, at multiples of 1024 bytes; Q in
         pieces of 64 rows, one for each consumer and, if there is space, again for the next row
         tile; two K_j and V_j. For each of these places a barrier that ends when it is full, one
-        when it is empty.
+        when it is empty. For d up to 64 a place for O_i, too, in boxes of a warp's 16 rows.
         """
         consumers, row = self.B_r // WARPGROUP_ROWS, ceil_div(d, BOX_COLUMNS) * BANK_BYTES
         q_size, kv_size = WARPGROUP_ROWS * row, self.B_c * row
@@ -209,6 +209,7 @@ class Tiling:
                 "Q": (q_size, q_stages * consumers),
                 "K": (kv_size, 2),
                 "V": (kv_size, 2),
+                **({"O": (q_size // 4, 4 * consumers)} if d <= BOX_COLUMNS else {}),
                 **{
                     f"{name} {state}": (8, count)
                     for name, count in (("Q", q_stages * consumers), ("K", 2), ("V", 2))

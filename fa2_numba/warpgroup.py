@@ -18,9 +18,11 @@ from fa2_numba.hbm import device
 from fa2_numba.masking import FULL, tile_functions
 from fa2_numba.ptx import (
     PATTERN_BYTES,
+    cp_async_bulk_wait_group_read,
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
     ex2_approx_ftz_f32,
+    fence_proxy_async,
     ld_shared_v2_f32,
     ldmatrix_x4,
     matrix_descriptor,
@@ -31,13 +33,14 @@ from fa2_numba.ptx import (
     shfl_bfly,
     shfl_idx,
     smem_address,
+    stmatrix_x4,
     stmatrix_x4_trans,
     vote_any,
     vote_ballot,
 )
 from fa2_numba.tile import u32
+from fa2_numba.tiling import BOX_COLUMNS, Ring
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
-from fa2_numba.tiling import Ring
 
 THREADS = 128
 LANES = 32
@@ -322,9 +325,49 @@ def tile_writer(d: int, n: int, dtype: str, width: int) -> Any:
     return write
 
 
-def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
-    """``write(O, L, acc, m, l, scale, b, h, row, N_q)``: normalise, round and store two rows."""
-    write_tile = tile_writer(d, n, dtype, width)
+def box_writer(n: int, dtype: str, boxes: Ring) -> Any:
+    """``write(A, acc, factor_0, factor_1, b, h, row, N, first)``: as `tile_writer`, in boxes.
+
+    Each warp rounds its 16 rows into shared memory and has the copy unit store them, as
+    `hbm.box_storer` takes A; no warp waits for another. n is up to 64. `boxes` are the places of
+    the warps of all warpgroups but the first. A thread's stores end with
+    `cp_async_bulk_wait_group`.
+    """
+    pack, store = PACK[dtype], hbm.box_storer(16, BOX_COLUMNS)
+    wait_read = cp_async_bulk_wait_group_read(0)
+
+    @device
+    def write(A, acc, factor_0, factor_1, b, h, row, N, first):
+        lane = u32(cuda.laneid)
+        warp = u32(cuda.threadIdx.x) // u32(LANES) - u32(THREADS // LANES)
+        box = smem_address(u32(boxes.start) + u32(warp * u32(boxes.size)))
+        if lane == u32(0):
+            wait_read()  # the last box has left its place
+        cuda.syncwarp()
+        # A lane gives the address of a row of 8 columns: of the 16 rows, in two pieces of 16 bytes.
+        own = lane & u32(15)
+        at = u32(box + own * u32(128) + ((lane >> u32(4) ^ own & u32(7)) << u32(4)))  # swizzled
+        for k in range(n // 16):
+            stmatrix_x4(
+                u32(at ^ u32(32 * k)),
+                pack(acc[8 * k + 1] * factor_0, acc[8 * k] * factor_0),
+                pack(acc[8 * k + 3] * factor_1, acc[8 * k + 2] * factor_1),
+                pack(acc[8 * k + 5] * factor_0, acc[8 * k + 4] * factor_0),
+                pack(acc[8 * k + 7] * factor_1, acc[8 * k + 6] * factor_1),
+            )
+        fence_proxy_async()  # each lane's own writes, for the copy unit
+        cuda.syncwarp()
+        if lane == u32(0):
+            store(A, box, np.int32(row), np.int32(first), np.int32(h), np.int32(b))
+
+    return write
+
+
+def output_writer(write_tile: Any) -> Any:
+    """``write(O, L, acc, m, l, scale, b, h, row, N_q)``: normalise, round and store two rows.
+
+    `write_tile` is of `tile_writer` or `box_writer`; O is what that takes.
+    """
 
     @device
     def total(l, r):
@@ -339,12 +382,12 @@ def output_writer(d: int, n: int, dtype: str, width: int) -> Any:
     def write(O, L, acc, m, l, scale, b, h, row, N_q):
         l_0, l_1 = total(l, 0), total(l, 1)
         write_tile(O, acc, inverse(l_0), inverse(l_1), b, h, row, N_q, 0)
-        if u32(cuda.laneid) % u32(4) == u32(0):
-            for r in range(2):
-                if row + 8 * r < N_q:
-                    x = l_1 if r else l_0
-                    log_l = np.float32(math.log(x))
-                    L[b, h, row + 8 * r] = m[r] * scale + log_l if x != ZERO else NEG_INF
+        # Two lanes of a quad have a row each: all lanes go through a logarithm if one does.
+        r = np.int64(u32(cuda.laneid) % u32(4))
+        if r < 2 and row + 8 * r < N_q:
+            m_r, l_r = (m[1], l_1) if r else (m[0], l_0)
+            log_l = np.float32(math.log(l_r))
+            L[b, h, row + 8 * r] = m_r * scale + log_l if l_r != ZERO else NEG_INF
 
     return write
 

@@ -23,6 +23,7 @@ from fa2_numba.tiling import Tiling, choose_hopper
 pytestmark = pytest.mark.codegen
 
 WAITS = 6  # for S, of the first step and of two loops; for P V, in two loops and of the last step
+MOVES = 12  # to uniform registers, from the first product to the last
 REGISTERS = {128: 168, 192: 128}  # of a thread at the launch, by B_r
 SHORT, LONG = 1024, 8192
 
@@ -95,6 +96,8 @@ SOFTCAP = masking.softcap(30.0)
         ("bf16", 128, CAUSAL, {"score": SOFTCAP}),
         ("bf16", 192, masking.causal_skip(), {}),
         ("bf16", 64, masking.causal_skip(), {"score": SOFTCAP}),
+        ("bf16", 24, NONE, {}),
+        ("fp16", 40, WINDOW, {"N_q": SHORT}),
         ("fp16", 256, NONE, {}),
         ("bf16", 256, WINDOW, {"scale": -0.5}),
         # A loop over columns that did not unroll for these kept the scores in memory.
@@ -116,7 +119,10 @@ def test_products_stay_in_flight(
     S, O = (f"HGMMA.64x{n}x16.F32{suffix}" for n in (tiling.B_c, width))
     assert set(products(code)) == {S, O}
     assert set(code.using("UTMALDG")) == {"UTMALDG.4D"}
-    assert set(code.using(r"STG\.E\.128")) == {"STG.E.128"}
+    in_boxes = d <= 64  # O, at the end of a row tile and of the last
+    assert code.using("UTMASTG") == ["UTMASTG.4D"] * 2 * in_boxes
+    assert len(code.using("STSM")) == 2 * width // 16 * in_boxes
+    assert set(code.using(r"STG\.E\.128")) == (set() if in_boxes else {"STG.E.128"})
 
     assert_clean([code], dtype)  # no atomics, no spill, no float64
     assert code.registers <= REGISTERS[tiling.B_r]
@@ -126,6 +132,9 @@ def test_products_stay_in_flight(
     share = 3 / 4 if d <= 64 else 1 / 2
     assert beside_PV(code) and min(beside_PV(code)) >= 2 + share * tiling.B_c / 2
     assert len(code.using("USETMAXREG")) == 2
+    # Descriptors are made in uniform registers: moved there by lanes, they would be ten times more.
+    first, *_, last = (k for k, op in enumerate(code.opcodes) if op.startswith("HGMMA"))
+    assert code.opcodes[first:last].count("R2UR") <= MOVES
 
 
 def test_an_output_that_is_not_aligned(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +145,22 @@ def test_an_output_that_is_not_aligned(hopper: Path, monkeypatch: pytest.MonkeyP
     assert code.registers <= REGISTERS[128] and products(code)
 
 
-def test_counting_boxes(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_of_64_columns_that_is_not_aligned(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single stores as well, and no boxes; that it spills, too, is a known limit."""
+    code, _ = compiled(hopper, monkeypatch, "bf16", 60, NONE)
+    assert code.using(r"STG\.E\.U16") and not code.using("UTMASTG|STSM")
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_counting_boxes(hopper: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
     """The counted kernel has the copies and the products of the plain one, and counts."""
-    plain, _ = compiled(hopper, monkeypatch, "fp16", 128, CAUSAL)
-    counted, _ = compiled(hopper, monkeypatch, "fp16", 128, CAUSAL, counted=True)
+    plain, _ = compiled(hopper, monkeypatch, "fp16", d, CAUSAL)
+    counted, _ = compiled(hopper, monkeypatch, "fp16", d, CAUSAL, counted=True)
     assert products(counted) == products(plain)
     assert set(counted.using("UTMALDG")) == set(plain.using("UTMALDG")) == {"UTMALDG.4D"}
+    assert counted.using("UTMASTG") == plain.using("UTMASTG")
     assert counted.using(ATOMIC) and not plain.using(ATOMIC)
 
 

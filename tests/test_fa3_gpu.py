@@ -241,6 +241,20 @@ def test_rows_behind_the_last_are_neither_read_nor_written(
         assert same(torch, new, out) and same(torch, lse_new, lse)
 
 
+@pytest.mark.parametrize("mask", ["none", "causal"])  # three consumers, and two
+@pytest.mark.parametrize(("d", "dtype"), [(64, "bf16"), (40, "fp16"), (8, "bf16")])
+def test_boxes_of_the_output_end_where_it_ends(torch: Any, d: int, dtype: str, mask: str) -> None:
+    """O is the middle of a buffer of NaN: boxes of 16 x 64 reach past its rows and columns."""
+    kind = dtype_of(torch, dtype)
+    for n in (1, 15, 17, 100, 203, 392):
+        three = qkv(torch, n, n, d, dtype, B=2)
+        buffer = torch.full((2, 4, n + 48, d + 72), math.nan, dtype=kind, device="cuda")
+        out = buffer[:, :, 16 : 16 + n, 8 : 8 + d]
+        _, lse = api.attention(*three, out=out, **options(mask))
+        fa3_cases.check(torch, out, lse, *three, mask=mask, dtype=dtype)
+        assert int(buffer.isnan().sum()) == buffer.numel() - out.numel()
+
+
 @of_few
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_masked_keys_never_reach_the_output(

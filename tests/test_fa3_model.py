@@ -1,7 +1,7 @@
 """What fa3 moves and where it puts things, in integers: no GPU is asked.
 
-`walked` counts what the docstrings of `kernels/fa3.py`, `hbm.box_loader` and
-`warpgroup.output_writer` say, one box and one lane after the other, and knows nothing of the model.
+`walked` counts what the docstrings of `kernels/fa3.py`, `hbm.box_loader`, `hbm.box_storer` and
+`warpgroup` say, one box and one lane after the other, and knows nothing of the model.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES as ELEMENTS
 from strategies import Backend, forall
 
-from fa2_numba import api, backward, io_model, masking, reference
+from fa2_numba import api, backward, io_model, masking, reference, tensor_map
 from fa2_numba.problem import Layout, Problem
 from fa2_numba.tiling import HOPPER_INFO, HOPPER_SHARED_BYTES, MAX_HEAD_DIM, Tiling, choose_hopper
 
@@ -64,10 +64,20 @@ def walked(p: Problem) -> dict[str, tuple[int, int, int]]:
         counts[name][1] += 1
         counts[name][2] += rows * 64 * 2 // 32  # outside of the array, too
 
+    def address(name: str, place: tuple[int, ...]) -> int:
+        A = p.layout(name)
+        return sum(x * s for x, s in zip(place, A.strides, strict=True)) + A.address
+
+    def store_box(b: int, h: int, row: int) -> None:
+        """Of 16 rows of O those that there are, each with the sectors that it lies in."""
+        counts["O"][1] += 1
+        for n in range(row, min(row + 16, p.N_q)):
+            counts["O"][0] += p.d
+            counts["O"][2] += len({address("O", (b, h, n, c)) // 32 for c in range(p.d)})
+
     def store(name: str, places: list[tuple[int, ...]], elements: int) -> None:
         """What the active lanes of a warp store at once."""
-        A = p.layout(name)
-        at = [sum(x * s for x, s in zip(q, A.strides, strict=True)) + A.address for q in places]
+        at = [address(name, place) for place in places]
         counts[name][0] += elements * len(at)
         counts[name][1] += bool(at)
         counts[name][2] += len({x // 32 for x in at})
@@ -77,9 +87,14 @@ def walked(p: Problem) -> dict[str, tuple[int, int, int]]:
             box("Q", b, h, i * t.B_r + first, 64, column)
         for j, name, column in itertools.product(key_tiles(p, seen, i), "KV", range(0, p.d, 64)):
             box(name, b, h // group, j * t.B_c, t.B_c, column)
+        for warp in range(i * t.B_r, (i + 1) * t.B_r, 16):
+            store("L", [(b, h, n) for n in range(warp, min(warp + 16, p.N_q))], 1)
+            if p.fa3_stores_boxes:
+                store_box(b, h, warp)
         for warp, r in itertools.product(range(0, t.B_r, 16), range(2)):
+            if p.fa3_stores_boxes:
+                break
             rows = [i * t.B_r + warp + 8 * r + lane // 4 for lane in range(32)]
-            store("L", [(b, h, n) for n in rows[::4] if n < p.N_q], 1)
             for chunk, at in itertools.product(range(0, -(-p.d // 16) * 2, 4), range(0, 8, width)):
                 columns = [8 * (chunk + lane % 4) + at for lane in range(32)]
                 lanes = [
@@ -103,20 +118,27 @@ LAYOUTS = {
     ),
     "one head for all": lambda s: Layout(s, (2 * s[2] * s[3], 0, 2 * s[3], 2), 2, 48),
 }  # fmt: skip
+OF_O = {  # those that the copy unit cannot store
+    "shifted": lambda s: Layout.contiguous(s, 2, 2),
+    "upwards": lambda s: Layout(
+        s, (2 * s[1] * s[2] * s[3], 2 * s[2] * s[3], -2 * s[3], 2), 2, 2 * s[2] * s[3]
+    ),
+}
 
 
 @st.composite
 def problems(draw: Any) -> Problem:
     """Ragged, grouped, strided, masked; up to 4 row tiles and 7 key tiles."""
     t = draw(st.sampled_from((SMALL, TALL, WIDE)))
-    d = draw(st.sampled_from((8, 64, 72, 128, 136)))
+    d = draw(st.sampled_from((8, 24, 40, 64, 72, 128, 136)))
     B, H_k, group = (draw(st.integers(1, 2)) for _ in range(3))
     N_q, N_k = draw(st.integers(1, 400)), draw(st.integers(1, 400))
     H, mask = H_k * group, MASKS[draw(st.sampled_from(sorted(MASKS)))]
     p = Problem("fa3", "bf16", B, H, H_k, N_q, N_k, d, t, mask)
     for name in "QKVO":
-        kinds = sorted(LAYOUTS) if name != "O" else ["contiguous", "heads inside", "wide rows"]
-        p.layouts[name] = LAYOUTS[draw(st.sampled_from(kinds))](p.layout(name).shape)
+        of_O = ["contiguous", "heads inside", "wide rows", "shifted", "upwards"]
+        kinds = sorted(LAYOUTS) if name != "O" else of_O
+        p.layouts[name] = (LAYOUTS | OF_O)[draw(st.sampled_from(kinds))](p.layout(name).shape)
     return p
 
 
@@ -128,6 +150,7 @@ def one(N_q: int, N_k: int, mask: str, d: int = 64, H: int = 1, H_k: int = 1) ->
 @example(one(300, 40, "causal"))
 @example(one(300, 40, "left window"))
 @example(one(257, 1, "window", d=72, H=4, H_k=2))
+@example(one(203, 60, "none", d=24))  # boxes of O that end among their rows, and empty ones
 @forall(40, problems())
 def test_walking_the_boxes_gives_the_prediction(problem: Problem) -> None:
     predicted = {
@@ -143,6 +166,37 @@ def test_an_output_that_is_not_aligned_is_stored_one_by_one() -> None:
     (row,) = (r for r in io_model.predict(odd) if r.array == "O")
     assert (row.elements, row.requests, row.sectors) == walked(odd)["O"]
     assert row.requests == 8 * walked(p)["O"][1]
+
+
+@pytest.mark.parametrize(
+    ("d", "layout", "boxes"),
+    [(64, "contiguous", True), (8, "heads inside", True), (56, "wide rows", True),
+     (72, "contiguous", False), (64, "shifted", False), (64, "upwards", False),
+     (60, "contiguous", False)],
+)  # fmt: skip
+def test_which_outputs_are_stored_in_boxes(d: int, layout: str, boxes: bool) -> None:
+    p = one(100, 70, "none", d=d)
+    p.layouts["O"] = (LAYOUTS | OF_O)[layout](p.layout("O").shape)
+    assert p.fa3_stores_boxes == boxes
+    if boxes:
+        tensor_map.check("out", p.layouts["O"], (1, 1, 16, 64), "bf16")
+    far = replace(p.layouts["O"], strides=(2**40, *p.layouts["O"].strides[1:]))
+    assert replace(p, layouts={"O": far}).fa3_stores_boxes == boxes  # of one batch
+    two = replace(far, shape=(2, *far.shape[1:]))
+    assert not replace(p, B=2, layouts={"O": two}).fa3_stores_boxes
+
+
+def test_stored_boxes_by_hand() -> None:
+    """40 rows of 32, in three of the eight boxes of a row tile: a row is 64 bytes, 2 sectors.
+
+    Of every second one that starts in the middle of a sector, 3.
+    """
+    p = one(40, 70, "none", d=32)
+    (row,) = (r for r in io_model.predict(p) if r.array == "O")
+    assert (row.elements, row.requests, row.sectors) == (40 * 32, 8, 40 * 2)
+    p.layouts["O"] = Layout(p.layout("O").shape, (3200, 3200, 80, 2), 2)
+    (row,) = (r for r in io_model.predict(p) if r.array == "O")
+    assert (row.elements, row.requests, row.sectors) == (40 * 32, 8, 20 * 2 + 20 * 3)
 
 
 def test_rows_name_the_phases() -> None:
@@ -211,6 +265,9 @@ def test_places_do_not_overlap(d: int) -> None:
             # the swizzle's pattern repeats every 1024 bytes
             assert rings[name].start % 1024 == rings[name].size % 1024 == 0
         assert rings["Q"].places in (consumers, 2 * consumers)
+        assert ("O" in rings) == (d <= 64)
+        if d <= 64:  # for each warp, 16 rows of 128 bytes
+            assert rings["O"][1:] == (16 * row, 4 * consumers) and rings["O"].start % 1024 == 0
         assert rings["K"].places == rings["V"].places == 2
         assert rings["info"][1:] == (HOPPER_INFO, 1)
         try:

@@ -262,7 +262,7 @@ def test_without_permission_all_but_the_instructions_of_loads_and_stores_can_be_
     hardware_alone = {(c.quantity, c.op) for c in COUNTERS if not c.patched}
     issued = set(itertools.product(("instructions", "requests"), verify.ISSUED))
     others = {("requests", "reduction"), ("box copies", "load"), ("box bytes", "load")}
-    others |= {("bulk bytes", "reduction")}
+    others |= {("box bytes", "store"), ("box sectors", "store"), ("bulk bytes", "reduction")}
     assert hardware_alone == issued | others
     assert len({(c.quantity, c.op) for c in COUNTERS}) == len(set(METRICS)) == len(COUNTERS)
 
@@ -485,7 +485,10 @@ class Counting:
 
 
 def test_boxes_count_as_copies_and_nothing_else_does():
-    """A kernel with copies of boxes, loads, stores and adds, as a backward pass on Hopper has."""
+    """A kernel with copies of boxes, loads, stores and adds.
+
+    Of boxes, whole ones are loaded, and what exists of them is stored.
+    """
     found = verify.totals(
         Counting(
             [
@@ -496,6 +499,7 @@ def test_boxes_count_as_copies_and_nothing_else_does():
             [
                 row("Q", "load Q_i", "load", 8192, 16384, 2, 512),
                 row("K", "load K_j", "load", 5120, 10240, 2, 321),
+                row("O", "epilogue", "store", 3000, 6000, 3, 200),
             ],
         )
     )
@@ -507,7 +511,8 @@ def test_boxes_count_as_copies_and_nothing_else_does():
         ("instructions", "reduction"): 32, ("sectors", "reduction"): 512,
         ("bytes", "store"): 8192, ("requests", "store"): 16, ("instructions", "store"): 16,
         ("sectors", "store"): 256,
-        ("instructions", "TMA"): 4, ("box copies", "load"): 4, ("box bytes", "load"): 32 * 833,
+        ("instructions", "TMA"): 7, ("box copies", "load"): 4, ("box bytes", "load"): 32 * 833,
+        ("box copies", "store"): 3, ("box bytes", "store"): 6000, ("box sectors", "store"): 200,
     }  # fmt: skip
 
 
@@ -690,12 +695,12 @@ def test_a_store_in_place_of_an_add_is_found(counted_gradients):
 COPIES, COPIED = 2_304, 35_651_584
 
 
-def fa3_launch(n=0):
+def fa3_launch(n=0, d=128):
     """A launch of fa3 that counted what the model predicts; nothing is run."""
-    tiling = choose_hopper(128, 1024)
-    p = Problem("fa3", "bf16", 1, 8, 8, 1024, 1024, 128, tiling, masking.none())
+    tiling = choose_hopper(d, 1024)
+    p = Problem("fa3", "bf16", 1, 8, 8, 1024, 1024, d, tiling, masking.none())
     rows = io_model.predict(p)
-    boxes = [each for each in rows if each.array in "QKV"]
+    boxes = [each for each in rows if each.array in ("QKVO" if d <= 64 else "QKV")]
     totals = verify.totals(Counting([each for each in rows if each not in boxes], boxes))
     return verify.CountedLaunch(n, p.columns(), "fa3", totals, totals)
 
@@ -718,6 +723,26 @@ def test_the_counters_of_boxes_are_read_and_compared(canned):
     ncu = canned(printed(["fa3"], METRICS, [numbers]), launched=[["fa3"]])
     (wrong,) = verify.verify([case], ncu=ncu, counted=[launch]).differing
     assert str(wrong).endswith("box bytes (load) counted 35,651,584, hardware 35,651,616")
+
+
+def test_an_output_that_is_stored_in_boxes_is_compared(canned):
+    """d = 64: 8 heads of 6 row tiles of 192 rows, of which each of 12 warps has a box."""
+    launch = fa3_launch(d=64)
+    numbers = [launch.totals.get((c.quantity, c.op), 0) for c in COUNTERS]
+    at = {(c.quantity, c.op): n for n, c in enumerate(COUNTERS)}
+    assert numbers[at["box copies", "store"]] == 8 * 6 * 12
+    assert numbers[at["box bytes", "store"]] == 8 * 1024 * 64 * 2
+    assert numbers[at["box sectors", "store"]] == 8 * 1024 * 4
+    assert numbers[at["bytes", "store"]] == 8 * 1024 * 4  # L
+    loads = numbers[at["box copies", "load"]]
+    assert numbers[at["instructions", "TMA"]] == loads + numbers[at["box copies", "store"]]
+    case = Case("fa3", "bf16", 1, 8, 8, 1024, 1024, 64)
+    for quantity in ("box copies", "box bytes", "box sectors"):
+        read = list(numbers)
+        read[at[quantity, "store"]] += 1
+        ncu = canned(printed(["fa3"], METRICS, [read]), launched=[["fa3"]])
+        (wrong,) = verify.verify([case], ncu=ncu, counted=[launch]).differing
+        assert (wrong.quantity, wrong.op, wrong.difference) == (quantity, "store", 1)
 
 
 def test_what_addresses_do_not_decide_is_shown_and_not_compared(counted):
@@ -831,10 +856,10 @@ def test_the_command_shows_every_launch_and_ends_with_0(as_if_gpu, tmp_path, cap
     argv = ["verify", "--ncu", honest(tmp_path), "--n", "12", "--d", "4"]
     assert main([*argv, "--causal"]) == 0
     out = capsys.readouterr().out
-    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 17"):
+    for text in ("fa1_loop", "standard_softmax", "1 × 2 × 12 × 12, d 4", "causal", "0 of 20"):
         assert text in out
-    assert "119 of 119 counted numbers equal the hardware's, in 7 launches." in out
-    assert "91 of 91 predicted numbers equal the counted." in out
+    assert "140 of 140 counted numbers equal the hardware's, in 7 launches." in out
+    assert "112 of 112 predicted numbers equal the counted." in out
     assert "reduction" not in out
 
 
@@ -842,7 +867,7 @@ def test_the_command_takes_backward_methods_and_shows_reductions(as_if_gpu, tmp_
     argv = ["verify", "--ncu", honest(tmp_path), "--n", "12", "--d", "4"]
     assert main([*argv, "--method", "fa2_backward"]) == 0
     out = capsys.readouterr().out
-    assert "reduction" in out and "51 of 51 counted numbers" in out and "in 3 launches." in out
+    assert "reduction" in out and "60 of 60 counted numbers" in out and "in 3 launches." in out
     assert set(cli.VERIFIED) == {*METHODS, *METHODS_BACKWARD}
 
 
@@ -852,7 +877,7 @@ def test_the_command_ends_with_1_if_a_number_differs(as_if_gpu, tmp_path, capsys
     assert main([*argv, "--json"]) == 1
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert [row["difference"] for row in found] == [1] + [0] * 19
+    assert [row["difference"] for row in found] == [1] + [0] * 22
     assert found[0]["hardware"] == found[0]["counted"] + 1 and found[0]["dtype"] == "fp16"
     assert "differs: fa2, fp16, none" in printed.err
 
@@ -862,7 +887,7 @@ def test_the_command_says_what_permission_keeps_it_from(as_if_gpu, tmp_path, cap
     argv = f"verify --ncu {ncu} --n 8 --d 4 --method fa2 --json".split()
     assert main(argv) == 0
     printed = capsys.readouterr()
-    assert len(json.loads(printed.out)) == 12
+    assert len(json.loads(printed.out)) == 13
     assert "Not compared: instructions (load)" in printed.err
 
 
@@ -947,7 +972,7 @@ def test_the_benchmark_has_few_small_cases_of_fa3_and_of_the_backward_pass():
         PORTABLE_BACKWARD
     )
     assert {case.method for case in found["fa3"]} == {"fa3"}
-    assert {case.d for case in found["fa3"]} == {64, 96, 128, 256}
+    assert {case.d for case in found["fa3"]} == {40, 64, 96, 128, 256}
     assert {case.d for case in found["fa3_backward"]} == {64, 128, 256}
     for cases in found.values():
         assert {bool(case.causal) for case in cases} == {True, False}
@@ -981,11 +1006,11 @@ def test_the_benchmark_records_every_number(benchmark, tmp_path, monkeypatch, ca
     monkeypatch.setitem(SUITES, "forward", suite)
     assert benchmark(honest(tmp_path, fault=True), "--cases", "forward") == 1
     record = json.loads((tmp_path / "verify.json").read_text())
-    # 5 launches with 17 numbers each; 2 more with 6 of shared memory besides. Not compared: 3
+    # 5 launches with 20 numbers each; 2 more with 6 of shared memory besides. Not compared: 3
     # numbers of each launch, and 2 more of shared memory.
-    assert (record["launches"], record["numbers"], record["differences"]) == (7, 131, 2)
+    assert (record["launches"], record["numbers"], record["differences"]) == (7, 152, 2)
     assert [Case.from_json(case) for case in record["cases"]] == [*cases[:3], cases[1]]
-    assert len(record["rows"]) == 156
+    assert len(record["rows"]) == 177
     assert sum(row.get("exact") is False for row in record["rows"]) == 25
     assert [(row["case"], row["kernel"]) for row in record["rows"] if row["difference"]] == [
         (1, "fa2"),
@@ -995,7 +1020,7 @@ def test_the_benchmark_records_every_number(benchmark, tmp_path, monkeypatch, ca
     assert [(row["kernel"], row["op"]) for row in shared] == [("fa2", "load"), ("fa2", "store")]
     assert not any("predicted" in row for row in shared)
     assert set(record["metrics"].values()) < {*METRICS, *(c.metric for c in hardware.ON_CHIP)}
-    assert "84 of 85 counted numbers" in capsys.readouterr().out
+    assert "99 of 100 counted numbers" in capsys.readouterr().out
 
 
 def test_the_benchmark_records_what_is_chosen(benchmark, tmp_path, monkeypatch, gradients, capsys):
@@ -1013,7 +1038,7 @@ def test_the_benchmark_records_what_is_chosen(benchmark, tmp_path, monkeypatch, 
     assert [path.name for path in tmp_path.glob("*.json")] == ["verify_backward.json"]
     record = json.loads((tmp_path / "verify_backward.json").read_text())
     assert (record["launches"], record["differences"], len(record["cases"])) == (6, 0, 2)
-    assert record["numbers"] == 6 * 17 and record["not_on_this_gpu"] == ["instructions (TMA)"]
+    assert record["numbers"] == 6 * 20 and record["not_on_this_gpu"] == ["instructions (TMA)"]
     said = [row for row in record["rows"] if "predicted" in row]
     assert all(row["predicted"] == row["counted"] == row["hardware"] for row in said)
     assert {row["kernel"] for row in said if row["op"] == "reduction" and row["predicted"]} == {
@@ -1087,7 +1112,7 @@ def test_whole_boxes_are_what_the_hardware_was_read_to_count(name):
         record = json.loads(path.read_text())
         read = [0] * len(record["cases"])
         for row in record["rows"]:
-            if row["quantity"] == "box bytes":
+            if (row["quantity"], row["op"]) == ("box bytes", "load"):
                 read[row["case"]] += row["hardware"]
         for case, hardware_bytes in zip(record["cases"], read, strict=True):
             assert hardware_bytes == predicted_box_bytes(case)

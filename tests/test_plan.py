@@ -1293,8 +1293,10 @@ def test_the_device_is_waited_for_unless_a_stream_is_captured(
 def copies_boxes(problem: Problem, A: launch.Operands) -> None:
     """A launcher that gives its kernel tensor maps."""
     maps = [A.boxes(name, (1, 1, 8, 64), "load") for name in ("Q", "K", "K")]
+    maps.append(A.boxes("O", (1, 1, 16, 64), "store"))
     assert all(type(x) is np.uint64 for x in maps)
-    A.run(copies_boxes, 3, 32, 0, maps[1], A.array("O"), A.array("L"), maps[0], A.scale, maps[2])
+    others = A.array("O"), A.array("L"), maps[0], A.scale, maps[2], maps[3]
+    A.run(copies_boxes, 3, 32, 0, maps[1], *others)
 
 
 @every_family
@@ -1324,10 +1326,13 @@ def test_maps_are_found_for_each_call(
         attend(given)
         again = as_checked(machine, heap, *given[:3], out=given[3] if own_out else None)
         assert machine.replayed == again
-        read = [memory.words[again[0][-1][n]] for n in (0, -3, -1)]
+        words = again[0][-1]
+        read = [memory.words[words[n]] for n in (0, -4, -2, -1)]
         addresses = [x.data_ptr() if family == "torch" else x.data.ptr for x in given]
-        assert read == [addresses[1], addresses[0], addresses[1]]
-    assert len(memory.words) == 2 * 4
+        out = words[1 + plan.ADDRESS]  # of the array, which each call allocates or is given
+        assert read == [addresses[1], addresses[0], addresses[1], out]
+        assert not own_out or out == addresses[3]
+    assert len(memory.words) == 3 * 4
 
 
 @every_family

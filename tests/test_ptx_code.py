@@ -35,7 +35,7 @@ def assert_in_registers(code: Code) -> None:
 
 # ---- one instruction each ---------------------------------------------------------------------
 
-bulk_reads = ptx.cp_async_bulk_wait_group_read(0)
+bulk_reads, bulk_stores = ptx.cp_async_bulk_wait_group_read(0), ptx.cp_async_bulk_wait_group(0)
 more, fewer = ptx.setmaxnreg_inc(240), ptx.setmaxnreg_dec(24)
 
 
@@ -72,6 +72,7 @@ def stores(out):
     ptx.cp_async_bulk_tensor_5d_store(tensor, 0, 1, 2, 3, 4, at)
     ptx.cp_async_bulk_commit_group()
     bulk_reads()
+    bulk_stores()
 
 
 def packing(out):
@@ -118,7 +119,8 @@ def registers_of_a_warpgroup(out):
             r"UTMALDG\.2D": 1, r"UTMALDG\.3D": 1, r"UTMALDG\.4D": 1, r"UTMALDG\.5D": 1,
         }),
         (stores, {
-            r"FENCE\.VIEW\.ASYNC": 1, r"UTMACMDFLUSH": 1, r"DEPBAR": 1,
+            r"FENCE\.VIEW\.ASYNC": 1, r"UTMACMDFLUSH": 1, r"DEPBAR": 2,
+            r"CCTL\.IVALL": 1,  # what was written is to be seen
             r"UTMASTG\.2D": 1, r"UTMASTG\.3D": 1, r"UTMASTG\.4D": 1, r"UTMASTG\.5D": 1,
         }),
         (packing, {

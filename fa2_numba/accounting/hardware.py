@@ -52,9 +52,10 @@ class Counter:
     ----------
     quantity, op : str
         "bytes", "instructions", "requests" or "sectors", with "shared " in front for shared
-        memory, which also has "shared wavefronts" and "shared conflicts"; "box copies" and "box
-        bytes"; "bulk adds" and "bulk bytes"; "load", "store", "reduction" (an atomic add that does
-        not bring the old value back), or an access of another kind, which few plain kernels make.
+        memory, which also has "shared wavefronts" and "shared conflicts"; "box copies", "box
+        bytes" and "box sectors"; "bulk adds" and "bulk bytes"; "load", "store", "reduction" (an
+        atomic add that does not bring the old value back), or an access of another kind, which few
+        plain kernels make.
     metric : str
         ncu's name of it.
     patched : str
@@ -124,13 +125,27 @@ COUNTERS = (
     _patched("instructions", "cp.async", "smsp__sass_inst_executed_op_ldgsts.sum", True),
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
     # Copies of boxes, which the hardware makes: they do not pass through the unit (lsu) whose
-    # requests and sectors are above, and no lane asks for their bytes. Their bytes are those of
-    # whole boxes, zeros from outside of the array included.
+    # requests and sectors are above, and no lane asks for their bytes. Their bytes, of a load, are
+    # those of whole boxes, zeros from outside of the array included.
     Counter("box copies", "load", "smsp__inst_executed_op_tma_ld.sum", optional=True),
     Counter(
         "box bytes",
         "load",
         "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",
+        optional=True,
+    ),
+    # Of a box that is stored, what is outside of the array is not written.
+    _patched("box copies", "store", "smsp__sass_inst_executed_op_tma_st.sum", True),
+    Counter(
+        "box bytes",
+        "store",
+        "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
+        optional=True,
+    ),
+    Counter(
+        "box sectors",
+        "store",
+        "l1tex__m_l1tex2xbar_write_sectors_mem_global_op_tma_st.sum",
         optional=True,
     ),
     # Adds of a piece of shared memory, by the same unit.

@@ -49,6 +49,16 @@ SPILLING = ("fa3_backward", "fa3_dQ", "fa3_dK", "fa3_dV")
 LOCAL = ("local load", "local store")
 # A row's op to the hardware's: an atomic add whose old value nobody asks for is a reduction.
 OPS = {"load": "load", "store": "store", "atomic": "reduction"}
+# What the copy unit moves.
+COPIED = (
+    ("box copies", "load"),
+    ("box bytes", "load"),
+    ("box copies", "store"),
+    ("box bytes", "store"),
+    ("box sectors", "store"),
+    ("bulk adds", "reduction"),
+    ("bulk bytes", "reduction"),
+)
 
 
 @dataclass(frozen=True)
@@ -270,27 +280,27 @@ def _boxes(operands: Any) -> set[Any]:
 def _sums(rows: Rows, boxes: Collection[Any]) -> Totals:
     """The sums over arrays and phases, by (quantity, op).
 
-    The bytes of boxes are those of their sectors: whole boxes come. An add of the copy unit is of
-    whole sectors, too.
+    The bytes of boxes that are loaded are those of their sectors: whole boxes come. Stored is what
+    exists of a box, and added what there is to add.
     """
     sums = {(quantity, op): 0 for quantity in ("bytes", *COUNTED) for op in OPS.values()}
-    copies = pieces = adds = added = 0
+    sums |= dict.fromkeys(COPIED, 0) | {("instructions", "TMA"): 0}
     for key, (_, size, requests, sectors) in ((key, row.tolist()) for key, row in rows.items()):
-        if key in boxes and key[-1] == "atomic":
-            adds += requests
-            added += size
-            continue
-        if key in boxes:
-            copies += requests
-            pieces += sectors
-            continue
         op = OPS[key[-1]]
+        if key in boxes:
+            sums["instructions", "TMA"] += requests
+            if op == "reduction":
+                sums["bulk adds", op] += requests
+                sums["bulk bytes", op] += size
+                continue
+            sums["box copies", op] += requests
+            sums["box bytes", op] += size if op == "store" else SECTOR_BYTES * sectors
+            if op == "store":
+                sums["box sectors", op] += sectors
+            continue
         sums["bytes", op] += size
         for quantity, column in COUNTED.items():
             sums[quantity, op] += sectors if column == "sectors" else requests
-    sums["instructions", "TMA"] = copies + adds
-    sums["box copies", "load"], sums["box bytes", "load"] = copies, SECTOR_BYTES * pieces
-    sums["bulk adds", "reduction"], sums["bulk bytes", "reduction"] = adds, added
     return sums
 
 
@@ -447,7 +457,8 @@ def table(found: Verification) -> Table:
     about = ("method", "dtype", "mask", "B × H × N_q × N_k", "kernel")
     moved = {(row.quantity, row.op) for row in found.rows if row.hardware}
     shown = [(quantity, op) for quantity in ("bytes", "requests", "sectors") for op in ISSUED]
-    shown += [key for key in (("bytes", "reduction"), ("box bytes", "load")) if key in moved]
+    others = ("bytes", "reduction"), ("box bytes", "load"), ("box bytes", "store")
+    shown += [key for key in others if key in moved]
     numbers, differing = (f"{quantity}\n{op}" for quantity, op in shown), found.differing
     table = new_table(title, [*about, *numbers, "differ"], len(about))
     for _, group in groupby(found.rows, lambda row: row.launch):

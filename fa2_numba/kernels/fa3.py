@@ -2,9 +2,10 @@
 
 Grid       a block an SM, which takes row tiles (i, h, b) in turns, the longest first.
 HBM        reads Q_i once, K_j and V_j for every visited tile j, in boxes that the hardware copies;
-           writes O_i and L_i once. Rows whose O is not finite are computed again at the end, key by
-           key, so that a masked NaN does not reach them.
-Shared     rings of Q_i (B_r x d), K_j and V_j (B_c x d); the barriers that say which are there.
+           writes O_i, for d up to 64 in boxes, too, and L_i once. Rows whose O is not finite are
+           computed again at the end, key by key, so that a masked NaN does not reach them.
+Shared     rings of Q_i (B_r x d), K_j and V_j (B_c x d); the barriers that say which are there; for
+           d up to 64 O_i (B_r x d) on its way to memory.
 Registers  a consumer's thread: its part of 64 rows of S_ij, of P_ij (16 bits) and of O_i (acc).
 
 The first warpgroup only copies: the producer. Each of the others, the consumers, has 64 of the rows
@@ -41,6 +42,7 @@ from fa2_numba.warpgroup import (
     ZERO,
     across,
     along,
+    box_writer,
     first_row,
     nth_tile,
     online_softmax,
@@ -49,6 +51,7 @@ from fa2_numba.warpgroup import (
     rescaler,
     row_recomputer,
     score_finisher,
+    tile_writer,
     waiter,
     zero_times,
 )
@@ -63,7 +66,14 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @cache.built
 def build(
-    tiling: Tiling, d: int, dtype: str, rule: Any, change: Any, scaled: bool, store_width: int
+    tiling: Tiling,
+    d: int,
+    dtype: str,
+    rule: Any,
+    change: Any,
+    scaled: bool,
+    store_width: int,
+    store_boxes: bool,
 ) -> tuple[Any, int]:
     """The kernel for one tiling, head dimension, dtype, mask rule and score change.
 
@@ -82,12 +92,14 @@ def build(
         scale is part of the exponential.
     store_width : int
         Elements per store of O: 8, or 1 where an address or stride is not aligned.
+    store_boxes : bool
+        Whether the copy unit stores O instead, which it can for d up to 64.
 
     Returns
     -------
     kernel : dispatcher
-        ``fa3(Q_boxes, K_boxes, V_boxes, Q, K, V, O, L, section_heads, scale, range_args,
-        mask_args, score_args)``.
+        ``fa3(Q_boxes, K_boxes, V_boxes, O_out, Q, K, V, O, L, section_heads, scale, range_args,
+        mask_args, score_args)``. O_out is O's boxes, or O.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -143,7 +155,11 @@ def build(
     # With d this small a step's exponentials take as long as its products: let P V run beside most.
     late = d <= 64
     begin_softmax, finish_softmax = online_softmax(B_c, dtype, late)
-    rescale, write = rescaler(width), output_writer(d, width, dtype, store_width)
+    if store_boxes:
+        write = output_writer(box_writer(width, dtype, rings["O"]))
+    else:
+        write = output_writer(tile_writer(d, width, dtype, store_width))
+    rescale, wait_stores = rescaler(width), ptx.cp_async_bulk_wait_group(0)
     zero_of, recompute = zero_times(width), row_recomputer(d, rule, change, fmt)
     load_Q, load_KV = (hbm.box_loader(boxes, rows, BOX_COLUMNS) for rows in (ROWS, B_c))
 
@@ -246,6 +262,7 @@ def build(
         Q_boxes,
         K_boxes,
         V_boxes,
+        O_out,
         Q,
         K,
         V,
@@ -327,6 +344,10 @@ def build(
             alpha, shift = cuda.local.array(2, float32), cuda.local.array(2, float32)
             me = u32(group - u32(1))
             leader = thread % u32(THREADS) == u32(0)
+            speaker = u32(cuda.laneid) == u32(0)  # asks for its warp's stores
+            if store_boxes:
+                if speaker:
+                    hbm.use_boxes(O_out)
             my_row = np.int32(u32(me * u32(ROWS)) + first_row(thread))
             my_column = np.int64(u32(2) * (thread % u32(4)))
             c, of_m = (scale * LOG2_E, scale) if plain else (LOG2_E, ONE)
@@ -392,7 +413,7 @@ def build(
                 if new_tile:
                     leaked += zero_of(acc)
                     write(
-                        O,
+                        O_out,
                         L,
                         acc,
                         m_done,
@@ -428,12 +449,14 @@ def build(
             ptx.wgmma_commit_group()
             wait_last_O(acc, P)
             leaked += zero_of(acc)
-            write(O, L, acc, m, l, of_m, np.int64(b), np.int64(h), np.int64(row), N_q)
+            write(O_out, L, acc, m, l, of_m, np.int64(b), np.int64(h), np.int64(row), N_q)
             if group == u32(1):
                 ptx.bar_sync(1, 2 * THREADS)  # the last turn that was handed on; nobody takes it
+            if store_boxes and speaker:
+                wait_stores()  # a block ends after all were read, and rows of them may be read here
             if ptx.vote_any(leaked != ZERO):
                 cuda.syncwarp()  # all its lanes see the warp's stores of O
-                O_again, L_again = hbm.phase(O, 1), hbm.phase(L, 1)
+                L_again = hbm.phase(L, 1)
                 first_of_warp = np.int64(my_row) - np.int64(cuda.laneid) // 4
                 n = u32(0)
                 while True:
@@ -444,7 +467,7 @@ def build(
                         Q,
                         K,
                         V,
-                        O_again,
+                        O,
                         L_again,
                         scale,
                         mask_args,
@@ -474,7 +497,9 @@ def launch(problem: Problem, A: Operands) -> None:
         p.score.change,
         not 0 < float(A.scale) * math.log2(math.e) <= FLOAT32_MAX,
         p.fa3_store_width,
+        p.fa3_stores_boxes,
     )
+    O_box = (1, 1, 16, BOX_COLUMNS)  # of a warp
     heads = p.H * p.B
     row_tiles = t.T_r(p.N_q) * heads
     A.run(
@@ -485,10 +510,11 @@ def launch(problem: Problem, A: Operands) -> None:
         A.boxes("Q", (1, 1, ROWS, BOX_COLUMNS), "load Q_i"),
         A.boxes("K", (1, 1, t.B_c, BOX_COLUMNS), "load K_j, V_j"),
         A.boxes("V", (1, 1, t.B_c, BOX_COLUMNS), "load K_j, V_j"),
+        A.boxes("O", O_box, "epilogue") if p.fa3_stores_boxes else A.array("O", "epilogue"),
         A.array("Q", "recompute"),
         A.array("K", "recompute"),
         A.array("V", "recompute"),
-        A.array("O", "epilogue", "recompute"),
+        A.array("O", "recompute"),
         A.array("L", "epilogue", "recompute"),
         min(SECTION, heads) if p.mask.rule.bounded else 1,
         A.scale,

@@ -21,6 +21,7 @@ from fa2_numba.ptx.hopper import (
     cp_async_bulk_tensor_4d_store,
     cp_async_bulk_tensor_5d_load,
     cp_async_bulk_tensor_5d_store,
+    cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add_f32,
     cvt_rn_bf16x2_f32,

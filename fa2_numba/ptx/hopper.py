@@ -368,6 +368,15 @@ def cp_async_bulk_wait_group_read(pending: int) -> Any:
     return _ordered(f"cp.async.bulk.wait_group.read {pending};", "")
 
 
+def cp_async_bulk_wait_group(pending: int) -> Any:
+    """Wait until all but the latest `pending` groups of this thread's stores are complete.
+
+    PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.wait_group". This thread sees
+    then what they wrote.
+    """
+    return _ordered(f"cp.async.bulk.wait_group {pending};", "")
+
+
 fence_proxy_tensormap = _ordered(
     # "Parallel Synchronization and Communication Instructions: fence.proxy.tensormap". (tensor
     # map): before the first use in a block of a map in global memory that the host wrote there.
