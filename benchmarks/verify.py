@@ -75,7 +75,8 @@ ON_CHIP_SHAPES = (SHAPES[0], SHAPES[2], SHAPES[6])
 # With 8 heads and N = 1,024: one row tile a block. Then more row tiles than SMs, and boxes that
 # end beyond N or lie there altogether; rows that see no key.
 FA3: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
-    ("fa3", "bf16", 40, {}),  # rows of boxes that are stored start in the middle of a sector
+    ("fa3", "bf16", 40, {}),  # rows that start in the middle of a sector
+    ("fa3", "bf16", 72, {"causal": True}),  # so do those of the first of two boxes
     ("fa3", "bf16", 64, {}),
     ("fa3", "fp16", 64, {"causal": True}),
     ("fa3", "bf16", 96, {"causal": True}),
@@ -107,6 +108,7 @@ BACKWARD_SHAPES = ((1, 2, 2, 512, 512), (2, 4, 2, 333, 257), (1, 4, 1, 129, 300)
 
 # Adds of dQ by the copy unit, and dQ in a second pass; d = 256: each gradient by itself.
 FA3_BACKWARD: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("fa3_backward", "bf16", 40, {}),
     ("fa3_backward", "bf16", 64, {}),
     ("fa3_backward", "fp16", 64, {"causal": True}),
     ("fa3_backward", "bf16", 128, {}),

@@ -165,10 +165,9 @@ class CountedBoxes:
 
     Notes
     -----
-    The copy of a box is one request. Elements are those of the box that exist. Sectors of a load
-    are those of the whole box, as the hardware counts them: what is outside of the array comes as
-    zeros. What is outside is not stored: sectors of a store are those of the elements that exist,
-    row by row.
+    The copy of a box is one request. Elements are those of the box that exist. Sectors are those
+    of these elements, row by row. Loads have more, as the hardware counts them: what is outside of
+    the array comes as zeros, in pieces of 32 bytes of each row.
     """
 
     def __init__(self, counted: Counted, address: int):
@@ -498,6 +497,19 @@ def vector_store(width: int) -> Any:
     return _vector_access(width, STORE)
 
 
+if not simulator.ACTIVE:
+
+    @device
+    def _of_box(A, batch, head, row, column, rows, columns):
+        """Of a box: its elements that exist, how many in a row, and their sectors, row by row."""
+        first, end = np.int64(row), min(np.int64(row) + rows, A.shape[2])
+        wide = min(np.int64(columns), A.shape[3] - np.int64(column))
+        sectors = np.int64(0)
+        for i in range(first, end):
+            sectors += _sectors(_address(A, (batch, head, i, np.int64(column))), 2 * wide)
+        return max(end - first, 0) * wide, wide, sectors
+
+
 def box_loader(boxes: int, rows: int, columns: int) -> Any:
     """A device function ``load(A, at, full, row, head, batch)``: copies boxes to shared memory.
 
@@ -522,11 +534,15 @@ def box_loader(boxes: int, rows: int, columns: int) -> Any:
 
             def counted(A, at, full, row, head, batch):
                 C = A.counted
-                there = min(np.int64(rows), C.data.shape[2] - np.int64(row))
                 for box in range(boxes):
                     first = np.int64(box * columns)
-                    wide = min(np.int64(columns), C.data.shape[3] - first)
-                    _count_copy(C.tally, C.row, LOAD, max(there, 0) * wide, size // 32)
+                    elements, wide, sectors = _of_box(
+                        C.data, batch, head, row, first, rows, columns
+                    )
+                    exist = elements // wide
+                    sectors += exist * ((2 * (columns - wide) + 31) >> 5)
+                    sectors += (rows - exist) * ((2 * columns) >> 5)
+                    _count_copy(C.tally, C.row, LOAD, elements, sectors)
                     place = np.uint32(at + np.uint32(box * size))
                     copy(place, A.address, box * columns, row, head, batch, full)
 
@@ -566,12 +582,8 @@ def box_storer(rows: int, columns: int) -> Any:
 
             def counted(A, at, row, column, head, batch):
                 C = A.counted
-                first, end = np.int64(row), min(np.int64(row) + rows, C.data.shape[2])
-                wide = min(np.int64(columns), C.data.shape[3] - np.int64(column))
-                sectors = np.int64(0)
-                for i in range(first, end):
-                    sectors += _sectors(_address(C.data, (batch, head, i, column)), 2 * wide)
-                _count_copy(C.tally, C.row, STORE, max(end - first, 0) * wide, sectors)
+                elements, _, sectors = _of_box(C.data, batch, head, row, column, rows, columns)
+                _count_copy(C.tally, C.row, STORE, elements, sectors)
                 copy(A.address, column, row, head, batch, at)
                 commit()
 

@@ -593,7 +593,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Boxes(Pattern):
-    """Copies of boxes of 64 columns: a request each, whose sectors are those of the whole box."""
+    """Copies of boxes of 64 columns: a request each, with the sectors of `hbm.CountedBoxes`."""
 
     boxes: int = 1
 
@@ -610,20 +610,29 @@ class Boxes(Pattern):
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
         """As `Pattern.counts`; a box is asked for and comes whole, even if nothing of it exists."""
-        elements, _, _ = super().counts(strides, rows, columns, starts)
-        n, size = sum(starts), math.prod(self.shape) * DTYPE_BYTES["fp16"]
-        return elements, n * self.boxes, n * size // SECTOR
+        elements, requests, sectors = self.existing(strides, rows, columns, starts)
+        exist, width, itemsize = elements // columns, self.shape[1], DTYPE_BYTES["fp16"]
+        missing = sum(starts) * self.shape[0] - exist  # rows
+        zeros = ceil_div((width - columns) * itemsize, SECTOR)
+        sectors += exist * zeros + missing * width * itemsize // SECTOR
+        return elements, requests, sectors
+
+    def existing(
+        self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
+    ) -> Counts:
+        """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
+        elements, _, sectors = super().counts(strides, rows, columns, starts)
+        return elements, sum(starts) * self.boxes, sectors
 
 
 class StoredBoxes(Boxes):
-    """Boxes that are stored: sectors are those of what exists, row by row (`hbm.CountedBoxes`)."""
+    """Boxes that are stored, as far as there is a place for them."""
 
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
-        """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
-        elements, _, sectors = Pattern.counts(self, strides, rows, columns, starts)
-        return elements, sum(starts) * self.boxes, sectors
+        """As `Boxes.existing`."""
+        return self.existing(strides, rows, columns, starts)
 
 
 def _warps(place: Ints, threads: int) -> Ints:

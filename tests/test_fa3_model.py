@@ -59,10 +59,13 @@ def walked(p: Problem) -> dict[str, tuple[int, int, int]]:
     width = p.fa3_store_width
 
     def box(name: str, b: int, h: int, row: int, rows: int, column: int) -> None:
-        there = max(0, min(row + rows, p.layout(name).shape[2]) - row)
-        counts[name][0] += there * min(64, p.d - column)
+        """Of each row what there is, in sectors, and the rest, in pieces of 32 bytes."""
         counts[name][1] += 1
-        counts[name][2] += rows * 64 * 2 // 32  # outside of the array, too
+        for n in range(row, row + rows):
+            columns = range(column, min(column + 64, p.d)) if n < p.layout(name).shape[2] else ()
+            counts[name][0] += len(columns)
+            counts[name][2] += len({address(name, (b, h, n, c)) // 32 for c in columns})
+            counts[name][2] += -(-(64 - len(columns)) * 2 // 32)
 
     def address(name: str, place: tuple[int, ...]) -> int:
         A = p.layout(name)

@@ -487,7 +487,7 @@ class Counting:
 def test_boxes_count_as_copies_and_nothing_else_does():
     """A kernel with copies of boxes, loads, stores and adds.
 
-    Of boxes, whole ones are loaded, and what exists of them is stored.
+    The bytes of boxes are those of their sectors.
     """
     found = verify.totals(
         Counting(
@@ -512,7 +512,7 @@ def test_boxes_count_as_copies_and_nothing_else_does():
         ("bytes", "store"): 8192, ("requests", "store"): 16, ("instructions", "store"): 16,
         ("sectors", "store"): 256,
         ("instructions", "TMA"): 7, ("box copies", "load"): 4, ("box bytes", "load"): 32 * 833,
-        ("box copies", "store"): 3, ("box bytes", "store"): 6000, ("box sectors", "store"): 200,
+        ("box copies", "store"): 3, ("box bytes", "store"): 32 * 200, ("box sectors", "store"): 200,
     }  # fmt: skip
 
 
@@ -965,15 +965,15 @@ def test_the_benchmark_has_few_small_cases_of_fa3_and_of_the_backward_pass():
         name: [case for group in SUITES[name].groups for case in group]
         for name in ("fa3", "backward", "fa3_backward")
     }
-    assert sum(len(SUITES[name].groups) for name in found) <= 24
-    assert sum(map(len, found.values())) <= 80
+    assert sum(len(SUITES[name].groups) for name in found) <= 26
+    assert sum(map(len, found.values())) <= 90
     assert {case.method for case in found["backward"]} == set(PORTABLE_BACKWARD)
     assert {case.method for case in found["fa3_backward"]} == set(METHODS_BACKWARD) - set(
         PORTABLE_BACKWARD
     )
     assert {case.method for case in found["fa3"]} == {"fa3"}
-    assert {case.d for case in found["fa3"]} == {40, 64, 96, 128, 256}
-    assert {case.d for case in found["fa3_backward"]} == {64, 128, 256}
+    assert {case.d for case in found["fa3"]} == {40, 64, 72, 96, 128, 256}
+    assert {case.d for case in found["fa3_backward"]} == {40, 64, 128, 256}
     for cases in found.values():
         assert {bool(case.causal) for case in cases} == {True, False}
         assert any(case.heads > case.heads_kv and case.n_q % 64 and case.n_k % 64 for case in cases)
@@ -1103,7 +1103,7 @@ def test_counted_numbers_of_a_backward_pass_equal_the_hardwares():
 
 
 @pytest.mark.parametrize("name", ["verify_fa3", "verify_fa3_backward"])
-def test_whole_boxes_are_what_the_hardware_was_read_to_count(name):
+def test_boxes_are_predicted_as_the_hardware_was_read_to_count_them(name):
     """Of each recorded call: the sectors predicted of its boxes, and the counter's bytes."""
     results = Path(__file__).parent.parent / "benchmarks" / "results"
     records = sorted(results.glob(f"*/{name}.json"))

@@ -125,8 +125,8 @@ COUNTERS = (
     _patched("instructions", "cp.async", "smsp__sass_inst_executed_op_ldgsts.sum", True),
     _patched("instructions", "TMA", "smsp__sass_inst_executed_op_tma.sum", True),
     # Copies of boxes, which the hardware makes: they do not pass through the unit (lsu) whose
-    # requests and sectors are above, and no lane asks for their bytes. Their bytes, of a load, are
-    # those of whole boxes, zeros from outside of the array included.
+    # requests and sectors are above, and no lane asks for their bytes. Their bytes are 32 for each
+    # sector, of loads also for zeros from outside of the array (`hbm.CountedBoxes`).
     Counter("box copies", "load", "smsp__inst_executed_op_tma_ld.sum", optional=True),
     Counter(
         "box bytes",

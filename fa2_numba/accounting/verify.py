@@ -280,8 +280,8 @@ def _boxes(operands: Any) -> set[Any]:
 def _sums(rows: Rows, boxes: Collection[Any]) -> Totals:
     """The sums over arrays and phases, by (quantity, op).
 
-    The bytes of boxes that are loaded are those of their sectors: whole boxes come. Stored is what
-    exists of a box, and added what there is to add.
+    The bytes of boxes are those of their sectors, as the hardware counts them; of what is added,
+    its own.
     """
     sums = {(quantity, op): 0 for quantity in ("bytes", *COUNTED) for op in OPS.values()}
     sums |= dict.fromkeys(COPIED, 0) | {("instructions", "TMA"): 0}
@@ -294,7 +294,7 @@ def _sums(rows: Rows, boxes: Collection[Any]) -> Totals:
                 sums["bulk bytes", op] += size
                 continue
             sums["box copies", op] += requests
-            sums["box bytes", op] += size if op == "store" else SECTOR_BYTES * sectors
+            sums["box bytes", op] += SECTOR_BYTES * sectors
             if op == "store":
                 sums["box sectors", op] += sectors
             continue
