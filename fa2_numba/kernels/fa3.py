@@ -222,15 +222,16 @@ def build(
     def multiply(S, P, acc, slot, step, group):
         """Start S = Q K^T of this step and O += P V of the last; S is complete on return."""
         last = u32(step - u32(1))
+        following = u32(1) if group == u32(consumers) else u32(group + u32(1))
+        Q, K, V = across(q_at(slot)), across(k_at(step)), along(v_at(last), k_box)
         wait_K(step)
+        wait_V(last)
         ptx.bar_sync(group, 2 * THREADS)  # my turn
         fence(S, acc, P)
-        multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
+        multiply_QK(S, Q, K, 0)
         ptx.wgmma_commit_group()
-        wait_V(last)
-        multiply_PV(acc, P, 0, along(v_at(last), k_box), 1)
+        multiply_PV(acc, P, 0, V, 1)
         ptx.wgmma_commit_group()
-        following = u32(1) if group == u32(consumers) else u32(group + u32(1))
         ptx.bar_arrive(following, 2 * THREADS)  # the next consumer's turn
         wait_S(S)
 
