@@ -225,11 +225,14 @@ def build(
         following = u32(1) if group == u32(consumers) else u32(group + u32(1))
         Q, K, V = across(q_at(slot)), across(k_at(step)), along(v_at(last), k_box)
         wait_K(step)
-        wait_V(last)
+        if late:  # turns are short: nothing in them that can be before
+            wait_V(last)
         ptx.bar_sync(group, 2 * THREADS)  # my turn
         fence(S, acc, P)
         multiply_QK(S, Q, K, 0)
         ptx.wgmma_commit_group()
+        if not late:
+            wait_V(last)
         multiply_PV(acc, P, 0, V, 1)
         ptx.wgmma_commit_group()
         ptx.bar_arrive(following, 2 * THREADS)  # the next consumer's turn
