@@ -501,13 +501,13 @@ if not simulator.ACTIVE:
 
     @device
     def _of_box(A, batch, head, row, column, rows, columns):
-        """Of a box: its elements that exist, how many in a row, and their sectors, row by row."""
+        """Of a box: its rows that exist, the elements of each that do, and the sectors of all."""
         first, end = np.int64(row), min(np.int64(row) + rows, A.shape[2])
         wide = min(np.int64(columns), A.shape[3] - np.int64(column))
         sectors = np.int64(0)
         for i in range(first, end):
             sectors += _sectors(_address(A, (batch, head, i, np.int64(column))), 2 * wide)
-        return max(end - first, 0) * wide, wide, sectors
+        return max(end - first, 0), wide, sectors
 
 
 def box_loader(boxes: int, rows: int, columns: int) -> Any:
@@ -536,13 +536,10 @@ def box_loader(boxes: int, rows: int, columns: int) -> Any:
                 C = A.counted
                 for box in range(boxes):
                     first = np.int64(box * columns)
-                    elements, wide, sectors = _of_box(
-                        C.data, batch, head, row, first, rows, columns
-                    )
-                    exist = elements // wide
+                    exist, wide, sectors = _of_box(C.data, batch, head, row, first, rows, columns)
                     sectors += exist * ((2 * (columns - wide) + 31) >> 5)
                     sectors += (rows - exist) * ((2 * columns) >> 5)
-                    _count_copy(C.tally, C.row, LOAD, elements, sectors)
+                    _count_copy(C.tally, C.row, LOAD, exist * wide, sectors)
                     place = np.uint32(at + np.uint32(box * size))
                     copy(place, A.address, box * columns, row, head, batch, full)
 
@@ -582,8 +579,8 @@ def box_storer(rows: int, columns: int) -> Any:
 
             def counted(A, at, row, column, head, batch):
                 C = A.counted
-                elements, _, sectors = _of_box(C.data, batch, head, row, column, rows, columns)
-                _count_copy(C.tally, C.row, STORE, elements, sectors)
+                exist, wide, sectors = _of_box(C.data, batch, head, row, column, rows, columns)
+                _count_copy(C.tally, C.row, STORE, exist * wide, sectors)
                 copy(A.address, column, row, head, batch, at)
                 commit()
 

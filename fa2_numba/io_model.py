@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -592,13 +592,13 @@ class Pattern:
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes(Pattern):
-    """Copies of boxes of 64 columns: a request each, with the sectors of `hbm.CountedBoxes`."""
+class StoredBoxes(Pattern):
+    """Copies of boxes of 64 columns to memory: a request each, sectors row by row."""
 
     boxes: int = 1
 
     @classmethod
-    def of(cls, rows: int, d: int, pieces: int = 1) -> "Boxes":
+    def of(cls, rows: int, d: int, pieces: int = 1) -> Self:
         """A tile of `rows` x d, its rows in so many pieces."""
         across = ceil_div(d, BOX_COLUMNS)
         axes = range(across), range(rows), range(BOX_COLUMNS)
@@ -609,30 +609,24 @@ class Boxes(Pattern):
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
-        """As `Pattern.counts`; a box is asked for and comes whole, even if nothing of it exists."""
-        elements, requests, sectors = self.existing(strides, rows, columns, starts)
-        exist, width, itemsize = elements // columns, self.shape[1], DTYPE_BYTES["fp16"]
-        missing = sum(starts) * self.shape[0] - exist  # rows
-        zeros = ceil_div((width - columns) * itemsize, SECTOR)
-        sectors += exist * zeros + missing * width * itemsize // SECTOR
-        return elements, requests, sectors
-
-    def existing(
-        self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
-    ) -> Counts:
         """As `Pattern.counts`; a box is asked for even if nothing of it exists."""
         elements, _, sectors = super().counts(strides, rows, columns, starts)
         return elements, sum(starts) * self.boxes, sectors
 
 
-class StoredBoxes(Boxes):
-    """Boxes that are stored, as far as there is a place for them."""
+class Boxes(StoredBoxes):
+    """Boxes that are loaded: whole, with zeros for what is missing (`hbm.CountedBoxes`)."""
 
     def counts(
         self, strides: tuple[int, int], rows: tuple[int, int], columns: int, starts: list[int]
     ) -> Counts:
-        """As `Boxes.existing`."""
-        return self.existing(strides, rows, columns, starts)
+        """As `StoredBoxes.counts`, and the zeros, in pieces of 32 bytes of each row."""
+        elements, requests, sectors = super().counts(strides, rows, columns, starts)
+        exist, width, itemsize = elements // columns, self.shape[1], DTYPE_BYTES["fp16"]
+        missing = sum(starts) * self.shape[0] - exist  # rows
+        zeros = ceil_div((width - columns) * itemsize, SECTOR)
+        sectors += exist * zeros + missing * width * itemsize // SECTOR
+        return elements, requests, sectors
 
 
 def _warps(place: Ints, threads: int) -> Ints:

@@ -18,6 +18,7 @@ from fa2_numba.hbm import device
 from fa2_numba.masking import FULL, tile_functions
 from fa2_numba.ptx import (
     PATTERN_BYTES,
+    ROW_BYTES,
     cp_async_bulk_wait_group_read,
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
@@ -325,6 +326,12 @@ def tile_writer(d: int, n: int, dtype: str, width: int) -> Any:
     return write
 
 
+@device
+def piece_of_row(box, row, piece):
+    """The address of 16 bytes, number `piece`, of a row of a box: `ptx.swizzle_128b` in parts."""
+    return u32(box + row * u32(ROW_BYTES) + ((piece ^ row & u32(7)) << u32(4)))
+
+
 def box_writer(n: int, dtype: str, boxes: Ring) -> Any:
     """``write(A, acc, factor_0, factor_1, b, h, row, N, first)``: as `tile_writer`, in boxes.
 
@@ -345,8 +352,7 @@ def box_writer(n: int, dtype: str, boxes: Ring) -> Any:
             wait_read()  # the last box has left its place
         cuda.syncwarp()
         # A lane gives the address of a row of 8 columns: of the 16 rows, in two pieces of 16 bytes.
-        own = lane & u32(15)
-        at = u32(box + own * u32(128) + ((lane >> u32(4) ^ own & u32(7)) << u32(4)))  # swizzled
+        at = piece_of_row(box, lane & u32(15), lane >> u32(4))
         for k in range(n // 16):
             stmatrix_x4(
                 u32(at ^ u32(32 * k)),
@@ -489,7 +495,7 @@ def row_tiles_seeing(rule: Any, B_r: int, B_c: int) -> Any:
 def partial_tiles(rule: Any, B_r: int, B_c: int) -> Any:
     """``is_partial(mask_args, b, h, i, j, N_q, N_k)``: whether a row of tile i misses a key of j.
 
-    All keys of a tile past the last row are missing, and no row past the last row misses one.
+    Each row misses the keys past the last. Rows past the last do not count.
     """
     _, tile_kind, (row_bounds, _) = tile_functions(rule, B_r, B_c, device)
     elementwise = rule.elementwise
@@ -693,9 +699,8 @@ def matrix_loader(n: int) -> Any:
     def load(A, at, thread):
         lane, warp = u32(thread) % u32(LANES), u32(thread) // u32(LANES) % u32(4)
         # A lane gives the address of a row of one of four 8 x 8 matrices: of the warp's 16 rows,
-        # then of the same 8 columns on. Pieces of 16 bytes are swizzled.
-        row, piece = u32(16) * warp + (lane & u32(15)), lane >> u32(4)
-        place = u32(at + row * u32(128) + ((piece ^ (row & u32(7))) << u32(4)))
+        # then of the same 8 columns on.
+        place = piece_of_row(at, u32(16) * warp + (lane & u32(15)), lane >> u32(4))
         four = cuda.local.array(4, np.uint32)
         for k in range(n // 16):
             ldmatrix_x4(four, u32(place ^ u32(32 * k)))
