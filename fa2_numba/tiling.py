@@ -239,7 +239,7 @@ class Tiling:
                 "L, D": (2 * 4 * self.B_r, 2),
                 "info": (HOPPER_INFO, 1),
                 "K, V full": (8, 2),
-                **{f"{of} {is_}": (8, 2) for of in ("Q", "dO") for is_ in ("full", "empty")},
+                **{f"{of} {is_}": (8, 2) for of in ("Q", "dO", "dQ") for is_ in ("full", "empty")},
             }
         )
 

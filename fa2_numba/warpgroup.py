@@ -19,6 +19,8 @@ from fa2_numba.masking import FULL, tile_functions
 from fa2_numba.ptx import (
     PATTERN_BYTES,
     ROW_BYTES,
+    bar_arrive,
+    bar_sync,
     cp_async_bulk_wait_group_read,
     cvt_rn_bf16x2_f32,
     cvt_rn_f16x2_f32,
@@ -30,6 +32,7 @@ from fa2_numba.ptx import (
     max_f32,
     mbarrier_try_wait_parity,
     mov_b32,
+    prmt_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
     shfl_idx,
@@ -48,6 +51,7 @@ LANES = 32
 PACK = {"bf16": cvt_rn_bf16x2_f32, "fp16": cvt_rn_f16x2_f32}
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32("-inf")
 NAN = np.float32("nan")
+AHEAD = 4  # columns, of a thread's 16 of 64, whose L or D are loaded ahead
 LARGEST_SHIFT = np.float32(2**27)  # its rounding multiplies P~ by 2^4 at most, in l and O alike
 
 
@@ -428,6 +432,18 @@ def nth_tile(n, block, blocks, tiles, heads, section):
     return number, tile, head
 
 
+@device
+def take_turn(group):
+    """Wait for the turn of warpgroup 1 or 2 at starting products; the other has handed it on."""
+    bar_sync(group, 2 * THREADS)
+
+
+@device
+def pass_turn(group):
+    """Hand the turn of warpgroup 1 or 2 on to the other."""
+    bar_arrive(u32(u32(3) - group), 2 * THREADS)
+
+
 def row_statistics(rows: int, with_D: bool = True) -> tuple[Any, Any]:
     """L and D of `rows` rows on their way to shared memory, by one warp: ``fetch``, ``put``.
 
@@ -530,9 +546,10 @@ def _keys_before(end):
 def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
     """``find(mask_args, b, h, row, key, N_q, N_k)``: one bit for each score of a thread.
 
-    Of a tile of 64 x 64: whether the row does not see the key. Bit x is accumulator x's. `row` and
-    `key` are those of the thread's first score. Rows of the tile are query rows, or keys with
-    `keys_in_rows`. A row sees an interval of keys, so its bits need no comparison each.
+    Of a tile of 64 x 64: whether the row does not see the key. Bit k is that of accumulator 2 k,
+    bit k + 16 that of 2 k + 1. `row` and `key` are those of the thread's first score. Rows of the
+    tile are query rows, or keys with `keys_in_rows`. A row sees an interval of keys, so its bits
+    need no comparison each.
     """
     _, _, (row_bounds, visible) = tile_functions(rule, ROWS, ROWS, device)
     elementwise = rule.elementwise
@@ -544,12 +561,8 @@ def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
         for r in range(2):
             _, lo, hi = row_bounds(mask_args, b, h, row + 8 * r, N_q, N_k)
             x = _columns_before(np.int32(hi - key)) & ~_columns_before(np.int32(lo - key))
-            # From bit 2 c + e to bit 4 c + e, those of 64 columns.
-            x = x & u32(0xFFFF)
-            x = (x | x << u32(8)) & u32(0x00FF00FF)
-            x = (x | x << u32(4)) & u32(0x0F0F0F0F)
-            x = (x | x << u32(2)) & u32(0x33333333)
-            seen |= x << u32(2 * r)
+            x = x & u32(0x5555) | (x & u32(0xAAAA)) << u32(15)  # bit 2 c + e to 2 c + 16 e
+            seen |= x << u32(r)
         return u32(seen)
 
     @device
@@ -570,11 +583,10 @@ def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
             next_row = u32(shfl_bfly(np.int32(mine), 1))  # in even lanes
             two = np.int32(u32(mine | next_row << u32(16)))
             for k in range(4):
-                # My column e and row r: from bit 16 e + 8 r to bit 2 r + e.
+                # My column e and row r: from bit 16 e + 8 r to bit 16 e + r.
                 x = u32(shfl_idx(two, np.int32(u32(8 * k) + u32(2) * q))) >> g & u32(0x01010101)
-                x = x | x >> u32(15)
-                x = (x | x >> u32(6)) & u32(15)
-                seen |= x << u32(16 * half + 4 * k)
+                x = (x | x >> u32(7)) & u32(0x00030003)
+                seen |= x << u32(8 * half + 2 * k)
         return u32(seen)
 
     @device
@@ -587,8 +599,9 @@ def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
             for x in range(ROWS // 2):
                 down, across = 8 * (x // 2 % 2), 8 * (x // 4) + x % 2
                 i, j = (row + across, key + down) if keys_in_rows else (row + down, key + across)
-                if seen & u32(1 << x) and not visible(mask_args, b, h, i + N_k - N_q, j):
-                    seen &= ~u32(1 << x)
+                bit = u32(1 << (x // 2 + 16 * (x % 2)))
+                if seen & bit and not visible(mask_args, b, h, i + N_k - N_q, j):
+                    seen &= ~bit
         # The compiler would else make a case of its own of each tile of which it knows all.
         return u32(mov_b32(np.int32(~seen)))
 
@@ -598,18 +611,18 @@ def hidden_finder(rule: Any, keys_in_rows: bool) -> Any:
 def score_packer(dtype: str) -> tuple[Any, Any]:
     """``round_scores(X, packed, hidden)``: 64 x 64 scores in 16 bits, an A of 64 k.
 
-    And ``hide(packed, hidden)``, which is its second half. Those whose bit of `hidden` is set
-    become 0.
+    And ``hide(packed, hidden)``, which is its second half. Those whose bit of `hidden`, as
+    `hidden_finder` has them, is set become 0.
     """
     pack_two = PACK[dtype]
 
     @device
     def hide(packed, hidden):
         """Make those 0 whose bit is set: also NaN, which 0 times NaN would be."""
+        seen = u32(~hidden)
         for k in range(ROWS // 4):
-            bits = ~(hidden >> u32(2 * k))
-            kept = u32(0xFFFF) * (bits & u32(1)) | u32(0x7FFF8000) * (bits & u32(2))
-            packed[k] = packed[k] & kept
+            # Bits k and k + 16 become the signs of bytes 1 and 3, and those two bytes each.
+            packed[k] = packed[k] & prmt_b32(u32(seen << u32(15 - k)), u32(0), u32(0xBB99))
 
     @device
     def round_scores(X, packed, hidden):
@@ -621,7 +634,7 @@ def score_packer(dtype: str) -> tuple[Any, Any]:
     return round_scores, hide
 
 
-def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, Any]:
+def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, Any, Any]:
     """P and dS of 64 x n scores: lines 11 and 14 of FlashAttention-2's Algorithm 2.
 
     L, in units of log 2, and D are local arrays of the thread's two rows, where those are query
@@ -629,9 +642,12 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
 
     Returns
     -------
-    make_P : device function ``(S, L, c)``
+    fetch : device function ``(ahead, A)``
+        L or D of the thread's first columns, to be there when the product they wait for is: `ahead`
+        are `AHEAD` registers. Nothing where they are not in shared memory.
+    make_P : device function ``(S, L, ahead, c)``
         S becomes ``2 ** (c S - L)``. For scores that do not change.
-    make_dS : device function ``(P, dP, D)``
+    make_dS : device function ``(P, dP, D, ahead)``
         dP becomes ``P (dP - D)``.
     make_both : device function ``(S, dP, L, D, scale, state, i, j)``
         The same for scores that change; i and j are the places of the thread's first score.
@@ -639,6 +655,7 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
     _, changed = change.functions(device, np.float32)
     derivative = change.derivative(device, np.float32)
     DERIVED = derivative is not None
+    loaded = AHEAD // 2 if keys_in_rows else 0
 
     @device
     def load(two, A, k):
@@ -647,25 +664,41 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
             ld_shared_v2_f32(two, u32(A + u32(32 * k)))
 
     @device
+    def take(two, A, ahead, k):
+        """The same, of which the first were loaded ahead."""
+        if k < loaded:
+            two[0], two[1] = ahead[2 * k], ahead[2 * k + 1]
+        else:
+            load(two, A, k)
+
+    @device
+    def fetch(ahead, A):
+        two = cuda.local.array(2, np.float32)
+        two[0], two[1] = ZERO, ZERO
+        for k in range(loaded):
+            load(two, A, k)
+            ahead[2 * k], ahead[2 * k + 1] = two[0], two[1]
+
+    @device
     def of(two, A, x):
         """That of register x: 4 registers hold 2 rows of 2 columns."""
         return two[x % 2] if keys_in_rows else A[x // 2 % 2]
 
     @device
-    def make_P(S, L, c):
+    def make_P(S, L, ahead, c):
         two = cuda.local.array(2, np.float32)
         two[0], two[1] = ZERO, ZERO
         for k in range(n // 8):
-            load(two, L, k)
+            take(two, L, ahead, k)
             for x in range(4 * k, 4 * k + 4):
                 S[x] = ex2_approx_ftz_f32(S[x] * c - of(two, L, x))
 
     @device
-    def make_dS(P, dP, D):
+    def make_dS(P, dP, D, ahead):
         two = cuda.local.array(2, np.float32)
         two[0], two[1] = ZERO, ZERO
         for k in range(n // 8):
-            load(two, D, k)
+            take(two, D, ahead, k)
             for x in range(4 * k, 4 * k + 4):
                 dP[x] = P[x] * (dP[x] - of(two, D, x))
 
@@ -686,7 +719,7 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
                 if DERIVED:
                     dP[x] = dP[x] * derivative(state, i_x, j_x, s)
 
-    return make_P, make_dS, make_both
+    return fetch, make_P, make_dS, make_both
 
 
 def matrix_loader(n: int) -> Any:

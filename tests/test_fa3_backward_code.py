@@ -72,18 +72,18 @@ def assert_in_flight(code: Code, waits: int, products: set[str], dtype: str) -> 
 def assert_addresses_are_uniform(code: Code) -> None:
     """A few come from a thread's registers. In a loop of which ptxas does not see that all lanes
     leave it together, each k16 brings one or two more: at least 24."""
-    assert consumers_loop(code).count("R2UR") <= 8
+    assert consumers_loop(code).count("R2UR") <= 12
 
 
 def unfenced_at_meetings(code: Code) -> list[int]:
-    """Stores to shared memory since the last fence, at each meeting of consumers and sender."""
+    """Stores to shared memory since the last fence, at each meeting of the consumers."""
     found, stores = [], 0
     for text in code.instructions:
         if re.search(r"STSM|STS\.128", text):
             stores += 1
         elif "FENCE.VIEW.ASYNC" in text:
             stores = 0
-        elif re.search(r"BAR\.SYNC\S* 0x1, 0x120", text):
+        elif re.search(r"BAR\.SYNC\S* 0x3, 0x100", text):
             found.append(stores)
     return found
 
@@ -110,10 +110,15 @@ def test_dQ_is_added_by_the_copy_unit(
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_backward_finish"]
     code, width = codes["fa3_backward"], -(-d // 16) * 16
     assert_in_flight(code, waits, {64, width}, dtype)
-    assert code.using("UBLKRED") == ["UBLKRED.G.S.ADD.F32.RN"] * 2  # in the loop and behind it
+    assert set(code.using("UBLKRED")) == {"UBLKRED.G.S.ADD.F32.RN"}
     assert_addresses_are_uniform(code)
-    # The consumers meet in the first step, in the loop and behind it; the sender in two places.
-    assert unfenced_at_meetings(code) == [0] * 5
+    # The consumers meet in the first step, in the loop and behind it.
+    assert unfenced_at_meetings(code) == [0] * 3
+    # They hand on turns: in the first step and in the loop at each half, and before and behind.
+    turns = [
+        line for line in code.instructions if re.search(r"BAR\.(SYNC|ARV)\S* R\d+, 0x100", line)
+    ]
+    assert len(turns) >= 4 * (2 if d <= 64 else 1)
     assert code.using(r"STSM\.16\.MT88\.4") and code.using(r"STS\.128") and code.using(r"LDS\.64")
     # K_j and V_j of up to 64 columns become registers, in pieces of 16 columns, once.
     assert len(code.using(r"LDSM\.16\.M88\.4")) == (2 * width // 16 if d <= 64 else 0)

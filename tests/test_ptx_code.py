@@ -93,6 +93,7 @@ def single_values(out):
     mine = np.int32(out[cuda.laneid])
     out[6] = ptx.shfl_idx(mine, np.int32(y))
     out[7] = ptx.shfl_bfly(mine, 1)
+    out[8] = ptx.prmt_b32(out[8], 0, 0xBB99)
 
 
 def registers_of_a_warpgroup(out):
@@ -128,7 +129,7 @@ def registers_of_a_warpgroup(out):
         }),
         (single_values, {
             r"FMNMX": 1, r"MUFU\.RCP": 1, r"FSETP\.GEU?": 1, r"BPT\.TRAP": 1, r"VOTE": 2,
-            r"SHFL\.IDX": 1, r"SHFL\.BFLY": 1,
+            r"SHFL\.IDX": 1, r"SHFL\.BFLY": 1, r"PRMT": 1,
         }),
         (registers_of_a_warpgroup, {
             r"USETMAXREG\.TRY_ALLOC": 1, r"USETMAXREG\.DEALLOC": 1, r"ELECT": 1,

@@ -299,3 +299,5 @@ def test_ptx_stand_ins() -> None:
         assert ptx.max_f32(*map(np.float32, pair)) == np.float32(-1)
     assert ptx.mov_b32(np.int32(-7)) == -7
     assert ptx.trap_if_negative(np.float32(0)) is None
+    bytes_ = ptx.prmt_b32(np.uint32(0x83224110), np.uint32(0xC7A65544), np.uint32(0x6B90))
+    assert (bytes_, bytes_.dtype) == (0xA6FF0010, np.uint32)  # 6, sign of 3, sign of 1, 0

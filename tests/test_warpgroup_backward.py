@@ -27,6 +27,7 @@ def place(lane: int, register: int) -> tuple[int, int]:
     return lane // 4 + 8 * r, 8 * c + 2 * (lane % 4) + e
 
 
+BIT = np.arange(HELD, dtype=np.uint32).reshape(2, -1).T.ravel()  # of a score in `hidden`
 ROW, COLUMN = np.array([[place(t, k) for k in range(HELD)] for t in range(32)]).transpose(2, 0, 1)
 
 
@@ -138,7 +139,7 @@ def test_hidden_scores(name: str, keys_in_rows: bool, N_q: int, N_k: int) -> Non
 
     run(kernel, hidden, mask.args)
     seen = np.zeros((16, N), bool)
-    seen[ROW, COLUMN] = hidden >> np.arange(HELD, dtype=np.uint32) & 1 == 0
+    seen[ROW, COLUMN] = hidden >> BIT & 1 == 0
     shape = (N, 16) if keys_in_rows else (16, N)
     expected = np.zeros(shape, bool)
     part = visible(N_q, N_k)[first_row:, first_key:][: shape[0], : shape[1]]
@@ -164,7 +165,7 @@ def test_what_is_hidden_is_zero() -> None:
 
     after = np.zeros_like(words)
     run(kernel, words, bits, after)
-    hidden = bits >> np.arange(HELD, dtype=np.uint32) & 1 == 1
+    hidden = bits >> BIT & 1 == 1
     halves = words.view(np.uint16).reshape(32, HELD)  # the left of two is the lower half
     expected = np.where(hidden, np.uint16(0), halves)
     np.testing.assert_array_equal(after.view(np.uint16).reshape(32, HELD), expected)
@@ -172,7 +173,7 @@ def test_what_is_hidden_is_zero() -> None:
 
 @pytest.mark.parametrize("change", [masking.unchanged(), masking.softcap(1.5)], ids=["", "cap"])
 def test_p_and_ds_of_query_rows(change: masking.Score) -> None:
-    make_P, make_dS, make_both = warpgroup.score_gradients(N, False, change.change)
+    _, make_P, make_dS, make_both = warpgroup.score_gradients(N, False, change.change)
     prepare, _ = change.change.functions(hbm.device, np.float32)
     rng = np.random.default_rng(11)
     S, dP = (rng.standard_normal((16, N)).astype(np.float32) for _ in range(2))
@@ -185,13 +186,14 @@ def test_p_and_ds_of_query_rows(change: masking.Score) -> None:
         lane = cuda.threadIdx.x
         own_S, own_dP = cuda.local.array(HELD, np.float32), cuda.local.array(HELD, np.float32)
         L, D = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
+        ahead = cuda.local.array(warpgroup.AHEAD, np.float32)  # of what is in shared memory
         for r in range(2):
             L[r], D[r] = rows[0, lane // 4 + 8 * r], rows[1, lane // 4 + 8 * r]
         for k in range(HELD):
             own_S[k], own_dP[k] = S[lane, k], dP[lane, k]
         if plain:
-            make_P(own_S, L, scale * np.float32(1 / math.log(2)))
-            make_dS(own_S, own_dP, D)
+            make_P(own_S, L, ahead, scale * np.float32(1 / math.log(2)))
+            make_dS(own_S, own_dP, D, ahead)
         else:
             make_both(own_S, own_dP, L, D, scale, prepare(args, 0, 0), 0, 0)
         for k in range(HELD):

@@ -24,6 +24,10 @@ when both have put their dS_ij into shared memory, each of them computes 64 x 64
 there too; the whole tile is sent a step later. Beside the exponentials runs dP^T, beside dS runs
 dV_j, beside the meeting dK_j, and beside putting dQ_i the next S^T.
 
+The consumers start S^T and dP^T in turns, which two named barriers hand on: so one's exponentials
+run beside the other's products. Without turns both would wait for their S^T, and then for the unit
+of exponentials, at the same time.
+
 The deterministic form adds nothing to memory: dQ is left to `fa3_gradients`.
 """
 
@@ -42,6 +46,7 @@ from fa2_numba.tile import u32
 from fa2_numba.tiling import BOX_COLUMNS, HOPPER_INFO, Tiling
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
+    AHEAD,
     ONE,
     THREADS,
     ZERO,
@@ -53,11 +58,13 @@ from fa2_numba.warpgroup import (
     hidden_finder,
     matrix_loader,
     partial_tiles,
+    pass_turn,
     places,
     row_statistics,
     row_tiles_seeing,
     score_gradients,
     score_packer,
+    take_turn,
     tile_of_block,
     tile_writer,
     transposed_storer,
@@ -69,11 +76,11 @@ CONSUMERS = 2
 # Registers of a thread of the producer and of a consumer. A consumer waits for its own until the
 # producer has given back enough: together they may have 168 for each thread of the block.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
-# What the producer tells the consumers, and its own warp that sends dQ, of a step.
+# What the producer tells the consumers of a step.
 ROW_TILE, HEAD, BATCH, KIND, FIELDS = range(5)
 LAST, WHOLE, PARTIAL = range(-1, 2)  # as KIND: there is no further step; of the tile (i, j)
 HEADS_IN_L2 = 8  # whose tiles go by length together, under a mask: what they add to stays in L2
-MEETING = 1  # the named barrier at which both consumers and the warp that sends dQ meet
+MEETING = 3  # the named barrier at which both consumers meet; 1 and 2 hand on their turns
 
 
 @cache.built
@@ -115,7 +122,6 @@ def build(
     holds = boxes == 1  # K_j and V_j in registers, too
     in_K = width // 4 if holds else 1
     of_lane = B_r // 32  # rows whose L and D a lane moves
-    meeting = CONSUMERS * THREADS + 32  # threads
     fmt = FORMATS[dtype]
     registers = PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS
     assert registers <= (1 + CONSUMERS) * (65_536 // threads // 8 * 8), (
@@ -123,7 +129,7 @@ def build(
     )
 
     rings, shared_bytes = tiling.hopper_backward_layout(d)
-    stages = rings["Q"].places
+    stages = rings["Q"].places  # those of dO and dQ, too
 
     def ring(name):
         return places(rings[name])
@@ -132,11 +138,14 @@ def build(
     kv_full = ring("K, V full")
     q_full, q_empty = ring("Q full"), ring("Q empty")
     do_full, do_empty = ring("dO full"), ring("dO empty")
-    wait_Q, wait_dO = waiter(rings["Q full"]), waiter(rings["dO full"])
-    wait_Q_empty, wait_dO_empty = (waiter(rings[f"{name} empty"], True) for name in ("Q", "dO"))
+    dq_full, dq_empty = ring("dQ full"), ring("dQ empty")
+    wait_Q, wait_dO, wait_dQ_full = (waiter(rings[f"{name} full"]) for name in ("Q", "dO", "dQ"))
+    wait_Q_empty, wait_dO_empty, wait_dQ_empty = (
+        waiter(rings[f"{name} empty"], True) for name in ("Q", "dO", "dQ")
+    )
     l_at, l_tile = ring("L, D"), shared_tile(2 * stages, B_r, np.float32, rings["L, D"].start)
     infos = HOPPER_INFO // (4 * FIELDS)
-    assert infos > stages + 1  # who sends dQ reads that of the step before; `stages` are ahead
+    assert infos > stages  # a step reads its own, when the producer may be `stages` ahead
     info_tile = shared_tile(infos, FIELDS, np.int32, rings["info"].start)
 
     keys_steps = tuple(range(0, in_K, 4)) if holds else ptx.k_major_steps(width, key_box)
@@ -165,7 +174,7 @@ def build(
     wait_dP = ptx.wgmma_wait_group(1, in_S, in_S)
     wait_scores = ptx.wgmma_wait_group(0, in_S, in_S, in_P, in_P)
     wait_products = ptx.wgmma_wait_group(0, in_dK, in_dK, in_P, in_P)
-    wait_dQ = ptx.wgmma_wait_group(1, in_dQ)
+    wait_dQ = ptx.wgmma_wait_group(1 + holds, in_dQ)
     wait_last_dQ = ptx.wgmma_wait_group(0, in_dQ)
     wait_read = ptx.cp_async_bulk_wait_group_read(0)
     give_back_registers = ptx.setmaxnreg_dec(PRODUCER_REGISTERS)
@@ -175,7 +184,7 @@ def build(
     plain = change is UNCHANGED
     seeing, is_partial = row_tiles_seeing(rule, B_r, B_c), partial_tiles(rule, B_r, B_c)
     find_hidden = hidden_finder(rule, keys_in_rows=True)
-    make_P, make_dS, make_both = score_gradients(ROWS, True, change)
+    fetch, make_P, make_dS, make_both = score_gradients(ROWS, True, change)
     round_scores, _ = score_packer(dtype)
     load_held = matrix_loader(width)
     store_dS, zero_of = transposed_storer(ROWS), zero_times(width)
@@ -210,6 +219,16 @@ def build(
         start_scores(dP, V_j, v_at(u32(0)), do_at(step), me, half)
 
     @hbm.device
+    def start_both(S, dP, K_j, V_j, group, me, step, half):
+        """S^T and dP^T, in my turn."""
+        take_turn(group)
+        start_S(S, K_j, me, step, half)
+        if half == u32(0):
+            wait_dO(step)
+        start_dP(dP, V_j, me, step, half)
+        pass_turn(group)
+
+    @hbm.device
     def start_gradient(acc, P, rows, half):
         """dV_j += P^T dO_i, or dK_j += dS^T Q_i."""
         fence_dK(acc, P)
@@ -233,21 +252,29 @@ def build(
 
     @hbm.device
     def put_dQ(dQ, step, thread):
-        """My part of dQ to its place in shared memory, in the order of the registers."""
+        """My part of a step's dQ to its place in shared memory, in the order of the registers."""
         of_two = u32(thread - u32(THREADS))
         warp, lane = of_two // u32(32), of_two % u32(32)
+        wait_dQ_empty(step)
         place = u32(dq_at(step) + warp * u32(128 * in_dQ) + lane * u32(16))
         for n in range(0, in_dQ, 4):
             at = u32(place + u32(128 * n))
             ptx.st_shared_v4_f32(at, dQ[n], dQ[n + 1], dQ[n + 2], dQ[n + 3])
 
     @hbm.device
-    def send_dQ(dQ_acc, info, step):
-        """Add the dQ that was put in a step, that of the step before, to memory."""
-        at = u32(step - u32(1)) % u32(infos)
-        b, h, i = info[at, BATCH], info[at, HEAD], info[at, ROW_TILE]
+    def meet(step, thread):
+        """Both consumers have put their parts of dS_ij, and of the dQ of the step before."""
+        ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
+        ptx.bar_sync(MEETING, CONSUMERS * THREADS)
+        if thread == u32(THREADS) and step > u32(0):
+            ptx.mbarrier_arrive(dq_full(u32(step - u32(1))))
+
+    @hbm.device
+    def send_dQ(dQ_acc, b, h, i, step):
+        """Add what was put to memory; its place is free when that was read."""
         index = (np.int64(b), np.int64(h), np.int64(i), np.int64(0))
         hbm.bulk_add(dQ_acc, index, dq_at(step), CONSUMERS * THREADS * in_dQ)
+        wait_read()
 
     # ---- scores ---------------------------------------------------------------------------------
 
@@ -286,17 +313,20 @@ def build(
     ):  # fmt: skip
         """S^T and dP^T of 64 rows are in flight; then dV and dK are."""
         hidden = hidden_scores(mask_args, info, kind, step, half, key, column, N_q, N_k)
+        ahead = cuda.local.array(AHEAD, float32)
         if plain:
+            fetch(ahead, L_of(step, half, column))
             wait_S(S, P, dS)
-            make_P(S, L_of(step, half, column), c)
+            make_P(S, L_of(step, half, column), ahead, c)
         else:
             wait_scores(S, dP, P, dS)
             change_both(S, dP, scale, score_args, info, step, half, key, column, N_q, N_k)
         round_scores(S, P, hidden)
         start_gradient(dV, P, do_at(step), half)
         if plain:
+            fetch(ahead, D_of(step, half, column))
             wait_dP(dP, S)
-            make_dS(S, dP, D_of(step, half, column))
+            make_dS(S, dP, D_of(step, half, column), ahead)
         round_scores(dP, dS, hidden)
         if adds_dQ:
             store_dS(dS, u32(ds_at(step) + me * u32(row_box) + half * u32(half_box)), thread)
@@ -304,7 +334,7 @@ def build(
 
     @hbm.device
     def finish_step(
-        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, key, column, c,
+        S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
     ):  # fmt: skip
         """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. The kind of the next."""
@@ -313,15 +343,13 @@ def build(
             scale, mask_args, score_args, info, N_q, N_k, thread,
         )  # fmt: skip
         if halves == 2:
-            start_S(S, K_j, me, step, u32(1))
-            start_dP(dP, V_j, me, step, u32(1))
+            start_both(S, dP, K_j, V_j, group, me, step, u32(1))
             half_step(
                 S, dP, P, dS, dK, dV, kind, me, step, u32(1), key, column, c,
                 scale, mask_args, score_args, info, N_q, N_k, thread,
             )  # fmt: skip
         if adds_dQ:
-            ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
-            ptx.bar_sync(MEETING, meeting)  # both consumers' parts of dS_ij, and of the dQ put last
+            meet(step, thread)
         then = u32(step + u32(1))
         wait_Q(then)
         kind = info[then % u32(infos), KIND]
@@ -354,10 +382,12 @@ def build(
             ptx.mbarrier_init(kv_full(u32(0)), 1)
             ptx.mbarrier_init(kv_full(u32(1)), 1)
             for stage in range(stages):
-                ptx.mbarrier_init(q_full(u32(stage)), 2)  # Q_i; L_i, D_i and the information
+                ptx.mbarrier_init(q_full(u32(stage)), 1 + 32)  # Q_i; L_i, D_i, information
                 ptx.mbarrier_init(do_full(u32(stage)), 1)
                 ptx.mbarrier_init(q_empty(u32(stage)), CONSUMERS)
                 ptx.mbarrier_init(do_empty(u32(stage)), CONSUMERS)
+                ptx.mbarrier_init(dq_full(u32(stage)), 1)
+                ptx.mbarrier_init(dq_empty(u32(stage)), 1)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # all see the barriers
 
@@ -365,9 +395,9 @@ def build(
             give_back_registers()
             warp, lane = thread // u32(32), u32(cuda.laneid)
             step = u32(0)
-            if warp < u32(2):  # one copies K_j and every Q_i, one V_j and every dO_i
+            if warp != u32(2):  # one copies K_j and every Q_i, one V_j and every dO_i, one dQ_i
                 elected = ptx.elect_sync()
-                if elected:
+                if elected and warp < u32(2):
                     hbm.use_boxes(Q_boxes)
                     hbm.use_boxes(K_boxes)
                     hbm.use_boxes(V_boxes)
@@ -389,12 +419,16 @@ def build(
                                 wait_Q_empty(step)
                                 ptx.mbarrier_arrive_expect_tx(q_full(step), boxes * row_box)
                                 load_rows(Q_boxes, q_at(step), q_full(step), row, h, b)
-                            else:
+                            elif warp == u32(1):
                                 wait_dO_empty(step)
                                 ptx.mbarrier_arrive_expect_tx(do_full(step), boxes * row_box)
                                 load_rows(dO_boxes, do_at(step), do_full(step), row, h, b)
+                            elif adds_dQ:
+                                wait_dQ_full(step)
+                                send_dQ(dQ_acc, b, h, i, step)
+                                ptx.mbarrier_arrive(dq_empty(step))
                         step = u32(step + u32(1))
-            elif warp == u32(2):  # L_i and D_i, and what the consumers have to know
+            else:  # L_i and D_i, and what the consumers have to know
                 L_D, info = l_tile(None), info_tile(None)
                 l, D_i = cuda.local.array(of_lane, float32), cuda.local.array(of_lane, float32)
                 for g in range(group_size):
@@ -410,33 +444,13 @@ def build(
                             info[at, ROW_TILE], info[at, HEAD], info[at, BATCH] = i, h, b
                             partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
                             info[at, KIND] = np.int32(PARTIAL if partial else WHOLE)
-                        cuda.syncwarp()
-                        if lane == u32(0):
-                            ptx.mbarrier_arrive(q_full(step))
+                        ptx.mbarrier_arrive(q_full(step))  # each lane, of what it wrote
                         step = u32(step + u32(1))
+                wait_Q_empty(step)
                 if lane == u32(0):
-                    wait_Q_empty(step)
                     info[step % u32(infos), KIND] = np.int32(LAST)
-                    ptx.mbarrier_arrive(q_full(step))
-                    ptx.mbarrier_arrive(q_full(step))
-            elif adds_dQ:  # sends what the consumers put
-                info = info_tile(None)
-                while True:
-                    wait_Q(step)
-                    if info[step % u32(infos), KIND] == np.int32(LAST):
-                        break
-                    if lane == u32(0):
-                        wait_read()  # of the dQ sent last: its place is free
-                    cuda.syncwarp()
-                    ptx.bar_sync(MEETING, meeting)
-                    if lane == u32(0) and step > u32(0):
-                        send_dQ(dQ_acc, info, step)
-                    step = u32(step + u32(1))
-                if step > u32(0):
-                    ptx.bar_sync(MEETING, meeting)
-                    if lane == u32(0):
-                        send_dQ(dQ_acc, info, step)
-                        wait_read()
+                    ptx.mbarrier_arrive(q_full(step))  # no Q_i comes
+                ptx.mbarrier_arrive(q_full(step))
         else:
             take_registers()
             S, dP = cuda.local.array(in_S, float32), cuda.local.array(in_S, float32)
@@ -466,12 +480,12 @@ def build(
                     load_held(K_j, u32(k_at(u32(0)) + me * u32(half_box)), thread)
                     load_held(V_j, u32(v_at(u32(0)) + me * u32(half_box)), thread)
                     fence_K(K_j, V_j)
+                if group == u32(2):
+                    pass_turn(group)  # the first turn is the first consumer's
                 # The first step has no dQ of a step before beside it.
-                start_S(S, K_j, me, step, u32(0))
-                wait_dO(step)
-                start_dP(dP, V_j, me, step, u32(0))
+                start_both(S, dP, K_j, V_j, group, me, step, u32(0))
                 kind = finish_step(
-                    S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
+                    S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, my_key, my_column, c,
                     scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                 )  # fmt: skip
                 step = u32(step + u32(1))
@@ -479,25 +493,32 @@ def build(
                 while ptx.vote_any(kind != np.int32(LAST)):
                     if adds_dQ:
                         start_dQ(dQ, me, u32(step - u32(1)))
-                    start_S(S, K_j, me, step, u32(0))
+                    if holds:
+                        start_both(S, dP, K_j, V_j, group, me, step, u32(0))
+                    else:
+                        take_turn(group)
+                        start_S(S, K_j, me, step, u32(0))
                     if adds_dQ:
                         wait_dQ(dQ)
-                        put_dQ(dQ, step, thread)
-                    wait_dO(step)
-                    start_dP(dP, V_j, me, step, u32(0))
+                        put_dQ(dQ, u32(step - u32(1)), thread)
+                    if not holds:  # no registers for dP before
+                        wait_dO(step)
+                        start_dP(dP, V_j, me, step, u32(0))
+                        pass_turn(group)
                     kind = finish_step(
-                        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
+                        S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, my_key, my_column, c,
                         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                     )  # fmt: skip
                     step = u32(step + u32(1))
 
+                if group == u32(1):
+                    take_turn(group)  # the last turn that was handed on; nobody takes it
                 # The last dQ has no S beside it.
                 if adds_dQ:
                     start_dQ(dQ, me, u32(step - u32(1)))
                     wait_last_dQ(dQ)
-                    put_dQ(dQ, step, thread)
-                    ptx.fence_proxy_async()
-                    ptx.bar_sync(MEETING, meeting)  # all parts of it are there
+                    put_dQ(dQ, u32(step - u32(1)), thread)
+                    meet(step, thread)
 
             batch, head, key = np.int64(b), np.int64(h_k), np.int64(my_key)
             write(dK_out, dK, scale, scale, batch, head, key, N_k, 0)

@@ -53,6 +53,7 @@ from fa2_numba.tiling import (
 )
 from fa2_numba.tiling import WARPGROUP_ROWS as ROWS
 from fa2_numba.warpgroup import (
+    AHEAD,
     NEG_INF,
     ONE,
     SECTION,
@@ -66,11 +67,13 @@ from fa2_numba.warpgroup import (
     hidden_finder,
     nth_tile,
     partial_tiles,
+    pass_turn,
     places,
     row_statistics,
     row_tiles_seeing,
     score_gradients,
     score_packer,
+    take_turn,
     tile_writer,
     waiter,
     zero_times,
@@ -165,7 +168,7 @@ def build(
     plain = change is UNCHANGED
     seeing, is_partial = row_tiles_seeing(rule, B_r, B_c), partial_tiles(rule, B_r, B_c)
     find_hidden = hidden_finder(rule, of_keys)
-    make_P, make_dS, make_both = score_gradients(B_m, of_keys, change)
+    fetch, make_P, make_dS, make_both = score_gradients(B_m, of_keys, change)
     round_scores, _ = score_packer(dtype)
     clear_S, clear_acc, zero_of = clearer(in_S), clearer(in_acc), zero_times(width)
     write = tile_writer(d, width, dtype, store_width)
@@ -221,14 +224,6 @@ def build(
         return np.int32(ptx.shfl_idx(x, 0))
 
     @hbm.device
-    def take_turn(group):
-        ptx.bar_sync(group, CONSUMERS * THREADS)
-
-    @hbm.device
-    def pass_turn(group):
-        ptx.bar_arrive(u32(u32(3) - group), CONSUMERS * THREADS)
-
-    @hbm.device
     def hold_until(P, unknown):
         """P is complete before what follows.
 
@@ -268,17 +263,21 @@ def build(
 
     @hbm.device
     def set_P(S, L_i, step, column, c):
+        ahead = cuda.local.array(AHEAD, float32)
         if of_keys:
-            make_P(S, L_of(step, column), c)
+            fetch(ahead, L_of(step, column))
+            make_P(S, L_of(step, column), ahead, c)
         else:
-            make_P(S, L_i, c)
+            make_P(S, L_i, ahead, c)
 
     @hbm.device
     def set_dS(S, dP, D_i, step, column):
+        ahead = cuda.local.array(AHEAD, float32)
         if of_keys:
-            make_dS(S, dP, D_of(step, column))
+            fetch(ahead, D_of(step, column))
+            make_dS(S, dP, D_of(step, column), ahead)
         else:
-            make_dS(S, dP, D_i)
+            make_dS(S, dP, D_i, ahead)
 
     @hbm.device
     def change_scores(
@@ -294,7 +293,9 @@ def build(
             for x in range(in_S):
                 row, col = 8 * (x // 2 % 2), 8 * (x // 4) + x % 2
                 S[x] = changed(state, i + col, j + row, S[x] * scale)
-            make_P(S, L_of(step, column), LOG2_E)
+            ahead = cuda.local.array(AHEAD, float32)
+            fetch(ahead, L_of(step, column))
+            make_P(S, L_of(step, column), ahead, LOG2_E)
         elif of_keys:
             make_both(S, dP, L_of(step, column), D_of(step, column), scale, state, i, j)
         else:
@@ -319,10 +320,10 @@ def build(
         if thread == u32(0):
             ptx.mbarrier_init(x_full(u32(0)), 1)
             ptx.mbarrier_init(x_full(u32(1)), 1)
-            ptx.mbarrier_init(x_empty(u32(0)), CONSUMERS)
+            ptx.mbarrier_init(x_empty(u32(0)), CONSUMERS * THREADS)
             ptx.mbarrier_init(open_at(u32(0)), 1)  # nobody arrives
             for stage in range(y_stages):
-                ptx.mbarrier_init(y_full(u32(stage)), 2)  # Y_j; L, D and the information
+                ptx.mbarrier_init(y_full(u32(stage)), 1 + 32)  # Y_j; L, D, information
                 ptx.mbarrier_init(y_empty(u32(stage)), CONSUMERS)
             for stage in range(w_stages):
                 ptx.mbarrier_init(w_full(u32(stage)), 1)
@@ -409,9 +410,7 @@ def build(
                                 i, j = (s, t) if of_keys else (t, s)
                                 partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
                                 info[at, PARTIAL] = np.int32(partial)
-                            cuda.syncwarp()
-                            if lane == u32(0):
-                                ptx.mbarrier_arrive(y_full(step))
+                            ptx.mbarrier_arrive(y_full(step))  # each lane, of what it wrote
                             step = u32(step + u32(1))
                             s = np.int32(s + np.int32(1))
                     n = u32(n + u32(1))
@@ -439,11 +438,6 @@ def build(
                     break
                 h_x, b = uniform(told[0, HEAD]), uniform(told[0, BATCH])
                 mine = np.int32(uniform(told[0, TILE]) * np.int32(STAYING) + my_row)
-                # Products keep a consumer's warps together. At the end of a tile, where one may
-                # compute rows again, or in a tile without steps nothing does. If the leader gave
-                # X back twice before a slow warp looks at x_full, two phases would be over: their
-                # parity is that of none, and the warp would wait for ever.
-                ptx.bar_sync(u32(group + u32(CONSUMERS)), THREADS)
                 if not of_keys:
                     for r in range(2):
                         row = np.int64(mine) + 8 * r
@@ -530,8 +524,11 @@ def build(
                             set_dS(S, dP, D_i, step, column)
                         round_scores(dP if from_dS else S, P, hidden)
 
-                    if leader:
-                        ptx.mbarrier_arrive(x_empty(u32(0)))
+                    # Each thread gives X back. Products keep a consumer's warps together. At the
+                    # end of a tile, where one may compute rows again, or in a tile without steps
+                    # nothing does: if one thread gave it back for all, and twice before a slow warp
+                    # looks at x_full, two phases would be over. Their parity is that of none.
+                    ptx.mbarrier_arrive(x_empty(u32(0)))
                     if not from_dS:
                         wait_W(step)
                     start_acc(acc, P, step)
@@ -539,7 +536,7 @@ def build(
                     if leader:
                         ptx.mbarrier_arrive(y_empty(step) if from_dS else w_empty(step))
                     step = u32(step + u32(1))
-                elif leader:
+                else:
                     if from_dS:
                         ptx.mbarrier_try_wait_parity(x_full(u32(1)), n & u32(1))
                     ptx.mbarrier_arrive(x_empty(u32(0)))

@@ -60,6 +60,7 @@ from fa2_numba.ptx.scalar import (
     mov_u32_smid,
     mov_u64_clock64,
     mov_u64_globaltimer,
+    prmt_b32,
     rcp_approx_ftz_f32,
     shfl_bfly,
     shfl_idx,

@@ -18,6 +18,13 @@ def _bf16_bits(x: np.float32) -> np.uint16:
     return np.float32(x).astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
+def _permuted(a: Any, b: Any, selector: Any) -> np.uint32:
+    given = np.array([a, b], np.uint32).view(np.uint8)
+    digits = [int(selector) >> 4 * n & 0xF for n in range(4)]
+    chosen = [given[x % 8] if x < 8 else 0xFF * (given[x % 8] >> 7) for x in digits]
+    return np.uint32(np.array(chosen, np.uint8).view(np.uint32)[0])
+
+
 ex2_approx_ftz_f32 = instruction(
     # "Floating Point Instructions: ex2". 2**x, at most 2 ulp off, subnormals flushed to zero.
     "ex2.approx.ftz.f32 $0, $1;",
@@ -44,6 +51,16 @@ mov_b32 = instruction(
     ("int32",),
     lambda x: x,
     volatile=True,
+)
+
+prmt_b32 = instruction(
+    # "Data Movement and Conversion Instructions: prmt". (a, b, selector): four of the eight bytes
+    # of a and b, one for each hex digit of the selector; with 8 added, eight times its sign.
+    "prmt.b32 $0, $1, $2, $3;",
+    "=r,r,r,r",
+    "uint32",
+    ("uint32", "uint32", "uint32"),
+    _permuted,
 )
 
 trap_if_negative = instruction(
