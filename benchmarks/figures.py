@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import loss_curves, speed, speed_backward
 from benchmarks.environment import RESULTS
-from benchmarks.markdown import provenance, table
+from benchmarks.markdown import machine, provenance, table
 from benchmarks.report import stamp
 from fa2_numba.accounting.plots import draw_recorded, save, size
 
@@ -114,7 +114,7 @@ def counts_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def tests_table(records: list[dict[str, Any]]) -> str:
-    """What `make test-gpu` ran, a record a row, the oldest first."""
+    """What `make test-gpu` ran, a record a row, the oldest day first."""
     records = sorted(records, key=lambda record: record["date"])
     rows = []
     for record in records:
@@ -132,6 +132,7 @@ def tests_table(records: list[dict[str, Any]]) -> str:
                 record["commit"][:7],
             )
         )
+    last = records[-1]
     failed = "; ".join(
         f"{', '.join(name.removeprefix('tests/') for name in record['failures'])} "
         f"(commit {record['commit'][:7]})"
@@ -143,7 +144,7 @@ def tests_table(records: list[dict[str, Any]]) -> str:
     return table(
         (*header, "hypothesis examples", "time", "commit"),
         rows,
-        f"{below}Latest: {provenance(records[-1])}.",
+        f"{below}{records[0]['date']} to {last['date']}, the last day on {machine(last)}.",
     )
 
 

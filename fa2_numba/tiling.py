@@ -458,8 +458,9 @@ def gradient_layout(gradient: str, d: int) -> tuple[dict[str, Ring], int]:
     """Shared memory of fa3's kernel of one gradient, in the order of its places, and its bytes.
 
     X and Z, which stay, of 128 rows; Y and W, which go by, as many times as there is space for; L
-    and D, in twice as many places as Y. For each place a barrier that ends when it is full, one
-    when it is empty, which X and Z share; and one barrier that is always open.
+    and D, in twice as many places as Y, whose barriers are theirs. For each place of the others a
+    barrier that ends when it is full, one when it is empty, which X and Z share; and one barrier
+    that is always open.
     """
     row = ceil_div(d, BOX_COLUMNS) * BANK_BYTES
     x_size, y_size = 2 * WARPGROUP_ROWS * row, GRADIENT_ROWS * row

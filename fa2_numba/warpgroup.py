@@ -643,8 +643,8 @@ def score_gradients(n: int, keys_in_rows: bool, change: Any) -> tuple[Any, Any, 
     Returns
     -------
     fetch : device function ``(ahead, A)``
-        L or D of the thread's first columns, to be there when the product they wait for is: `ahead`
-        are `AHEAD` registers. Nothing where they are not in shared memory.
+        L or D of the thread's first columns, `AHEAD` registers. Before the wait for the product
+        that they go with, they are there with it. Nothing where they are not in shared memory.
     make_P : device function ``(S, L, ahead, c)``
         S becomes ``2 ** (c S - L)``. For scores that do not change.
     make_dS : device function ``(P, dP, D, ahead)``

@@ -273,7 +273,10 @@ def test_a_record_of_tests_is_a_row_the_oldest_first():
         ["part 1/2 of all", "1,200", "1", *numbers, "0123456"],
         ["`a.py`, `b.py`, -k 'not c'", "1,200", "0", *numbers, "abc"],
     ]
-    assert below == f"Failed: a::b, c (commit 0123456). Latest: {WHERE}"
+    where = WHERE.split(", commit")[0]
+    assert below == (
+        f"Failed: a::b, c (commit 0123456). 2025-01-01 to {ABOUT['date']}, the last day on {where}."
+    )
 
 
 def test_numbers_of_the_verification_are_added_up_by_counter():

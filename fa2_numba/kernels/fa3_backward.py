@@ -22,7 +22,7 @@ dV_j += P^T dO_i and dK_j += dS^T Q_i take from registers. These are computed fo
 a tile of d up to 64 has two such halves. dQ_i = dS K_j adds up over the keys of both consumers:
 when both have put their dS_ij into shared memory, each of them computes 64 x 64 of dQ_i and puts it
 there too; the whole tile is sent a step later. Beside the exponentials runs dP^T, beside dS runs
-dV_j, beside the meeting dK_j, and beside putting dQ_i the next S^T.
+dV_j, beside the meeting dK_j, and beside putting dQ_i the next S^T and, for d up to 64, dP^T.
 
 The consumers start S^T and dP^T in turns, which two named barriers hand on: so one's exponentials
 run beside the other's products. Without turns both would wait for their S^T, and then for the unit

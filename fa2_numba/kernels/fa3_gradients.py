@@ -410,7 +410,9 @@ def build(
                                 i, j = (s, t) if of_keys else (t, s)
                                 partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
                                 info[at, PARTIAL] = np.int32(partial)
-                            ptx.mbarrier_arrive(y_full(step))  # each lane, of what it wrote
+                            ptx.mbarrier_arrive(
+                                y_full(step)
+                            )  # each lane, of what it may have written
                             step = u32(step + u32(1))
                             s = np.int32(s + np.int32(1))
                     n = u32(n + u32(1))
