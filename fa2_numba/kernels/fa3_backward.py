@@ -263,7 +263,7 @@ def build(
 
     @hbm.device
     def meet(step, thread):
-        """Both consumers have put their parts of dS_ij, and of the dQ of the step before."""
+        """Both have put their parts of dS_ij, and of the dQ of the step before, which can go."""
         ptx.fence_proxy_async()  # products see dS_ij, the hardware what was put
         ptx.bar_sync(MEETING, CONSUMERS * THREADS)
         if thread == u32(THREADS) and step > u32(0):
@@ -395,7 +395,7 @@ def build(
             give_back_registers()
             warp, lane = thread // u32(32), u32(cuda.laneid)
             step = u32(0)
-            if warp != u32(2):  # one copies K_j and every Q_i, one V_j and every dO_i, one dQ_i
+            if warp != u32(2):  # copies K_j and every Q_i; V_j and every dO_i; or sends every dQ_i
                 elected = ptx.elect_sync()
                 if elected and warp < u32(2):
                     hbm.use_boxes(Q_boxes)
