@@ -266,7 +266,7 @@ def test_a_record_of_tests_is_a_row_the_oldest_first():
             files=["tests/a.py", "b.py"], command="pytest tests/a.py b.py -m gpu -k 'not c'"
         ),
     ]
-    (_, *rows), below = parts(figures.tests_table(records))
+    (_, *rows), below = cells(figures.tests_table(records))
     numbers = ["3", "2", "21,600", "100 s"]
     assert rows == [
         ["all", "1,200", "0", "3", "2", "21,600, 1,000 left out", "100 s", "abc"],
