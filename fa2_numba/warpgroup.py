@@ -434,14 +434,14 @@ def nth_tile(n, block, blocks, tiles, heads, section):
 
 @device
 def take_turn(group):
-    """Wait for the turn of warpgroup 1 or 2 at starting products; the other has handed it on."""
+    """Wait for a warpgroup's turn at starting products: named barrier `group`."""
     bar_sync(group, 2 * THREADS)
 
 
 @device
 def pass_turn(group):
-    """Hand the turn of warpgroup 1 or 2 on to the other."""
-    bar_arrive(u32(u32(3) - group), 2 * THREADS)
+    """Hand the turn on to a warpgroup."""
+    bar_arrive(group, 2 * THREADS)
 
 
 def row_statistics(rows: int, with_D: bool = True) -> tuple[Any, Any]:

@@ -47,10 +47,12 @@ from fa2_numba.warpgroup import (
     nth_tile,
     online_softmax,
     output_writer,
+    pass_turn,
     places,
     rescaler,
     row_recomputer,
     score_finisher,
+    take_turn,
     tile_writer,
     waiter,
     zero_times,
@@ -227,7 +229,7 @@ def build(
         wait_K(step)
         if late:  # turns are short: nothing in them that can be before
             wait_V(last)
-        ptx.bar_sync(group, 2 * THREADS)  # my turn
+        take_turn(group)
         fence(S, acc, P)
         multiply_QK(S, Q, K, 0)
         ptx.wgmma_commit_group()
@@ -235,7 +237,7 @@ def build(
             wait_V(last)
         multiply_PV(acc, P, 0, V, 1)
         ptx.wgmma_commit_group()
-        ptx.bar_arrive(following, 2 * THREADS)  # the next consumer's turn
+        pass_turn(following)
         wait_S(S)
 
     @hbm.device
@@ -370,7 +372,7 @@ def build(
             multiply_QK(S, across(q_at(slot)), across(k_at(step)), 0)
             ptx.wgmma_commit_group()
             if group == u32(consumers):
-                ptx.bar_arrive(1, 2 * THREADS)  # the first turn is the first consumer's
+                pass_turn(1)  # the first turn is the first consumer's
             wait_first_S(S)
             release(leader, step, j == j_begin, slot)
             column = np.int64(j) * B_c + my_column
@@ -455,7 +457,7 @@ def build(
             leaked += zero_of(acc)
             write(O_out, L, acc, m, l, of_m, np.int64(b), np.int64(h), np.int64(row), N_q)
             if group == u32(1):
-                ptx.bar_sync(1, 2 * THREADS)  # the last turn that was handed on; nobody takes it
+                take_turn(1)  # the last turn that was handed on; nobody takes it
             if store_boxes and speaker:
                 wait_stores()  # a block ends after all were read, and rows of them may be read here
             if ptx.vote_any(leaked != ZERO):

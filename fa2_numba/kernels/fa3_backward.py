@@ -219,14 +219,14 @@ def build(
         start_scores(dP, V_j, v_at(u32(0)), do_at(step), me, half)
 
     @hbm.device
-    def start_both(S, dP, K_j, V_j, group, me, step, half):
+    def start_both(S, dP, K_j, V_j, me, step, half):
         """S^T and dP^T, in my turn."""
-        take_turn(group)
+        take_turn(u32(me + u32(1)))
         start_S(S, K_j, me, step, half)
         if half == u32(0):
             wait_dO(step)
         start_dP(dP, V_j, me, step, half)
-        pass_turn(group)
+        pass_turn(u32(u32(2) - me))
 
     @hbm.device
     def start_gradient(acc, P, rows, half):
@@ -334,7 +334,7 @@ def build(
 
     @hbm.device
     def finish_step(
-        S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, key, column, c,
+        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, key, column, c,
         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
     ):  # fmt: skip
         """A step whose first S^T and dP^T are in flight: dV, dK and dS_ij. The kind of the next."""
@@ -343,7 +343,7 @@ def build(
             scale, mask_args, score_args, info, N_q, N_k, thread,
         )  # fmt: skip
         if halves == 2:
-            start_both(S, dP, K_j, V_j, group, me, step, u32(1))
+            start_both(S, dP, K_j, V_j, me, step, u32(1))
             half_step(
                 S, dP, P, dS, dK, dV, kind, me, step, u32(1), key, column, c,
                 scale, mask_args, score_args, info, N_q, N_k, thread,
@@ -481,11 +481,11 @@ def build(
                     load_held(V_j, u32(v_at(u32(0)) + me * u32(half_box)), thread)
                     fence_K(K_j, V_j)
                 if group == u32(2):
-                    pass_turn(group)  # the first turn is the first consumer's
+                    pass_turn(1)  # the first turn is the first consumer's
                 # The first step has no dQ of a step before beside it.
-                start_both(S, dP, K_j, V_j, group, me, step, u32(0))
+                start_both(S, dP, K_j, V_j, me, step, u32(0))
                 kind = finish_step(
-                    S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, my_key, my_column, c,
+                    S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
                     scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                 )  # fmt: skip
                 step = u32(step + u32(1))
@@ -494,7 +494,7 @@ def build(
                     if adds_dQ:
                         start_dQ(dQ, me, u32(step - u32(1)))
                     if holds:
-                        start_both(S, dP, K_j, V_j, group, me, step, u32(0))
+                        start_both(S, dP, K_j, V_j, me, step, u32(0))
                     else:
                         take_turn(group)
                         start_S(S, K_j, me, step, u32(0))
@@ -504,9 +504,9 @@ def build(
                     if not holds:  # no registers for dP before
                         wait_dO(step)
                         start_dP(dP, V_j, me, step, u32(0))
-                        pass_turn(group)
+                        pass_turn(u32(u32(2) - me))
                     kind = finish_step(
-                        S, dP, P, dS, dK, dV, K_j, V_j, kind, group, me, step, my_key, my_column, c,
+                        S, dP, P, dS, dK, dV, K_j, V_j, kind, me, step, my_key, my_column, c,
                         scale, mask_args, score_args, info, N_q, N_k, thread, leader,
                     )  # fmt: skip
                     step = u32(step + u32(1))

@@ -293,9 +293,7 @@ def build(
             for x in range(in_S):
                 row, col = 8 * (x // 2 % 2), 8 * (x // 4) + x % 2
                 S[x] = changed(state, i + col, j + row, S[x] * scale)
-            ahead = cuda.local.array(AHEAD, float32)
-            fetch(ahead, L_of(step, column))
-            make_P(S, L_of(step, column), ahead, LOG2_E)
+            set_P(S, L_i, step, column, LOG2_E)
         elif of_keys:
             make_both(S, dP, L_of(step, column), D_of(step, column), scale, state, i, j)
         else:
@@ -410,9 +408,8 @@ def build(
                                 i, j = (s, t) if of_keys else (t, s)
                                 partial = is_partial(mask_args, b, h, i, j, N_q, N_k)
                                 info[at, PARTIAL] = np.int32(partial)
-                            ptx.mbarrier_arrive(
-                                y_full(step)
-                            )  # each lane, of what it may have written
+                            # Each lane, of what it may have written.
+                            ptx.mbarrier_arrive(y_full(step))
                             step = u32(step + u32(1))
                             s = np.int32(s + np.int32(1))
                     n = u32(n + u32(1))
@@ -428,7 +425,7 @@ def build(
             column = u32(2) * (thread % u32(4))
             c = scale * LOG2_E
             if from_dS and group == u32(2):
-                pass_turn(group)  # the first turn is the first consumer's
+                pass_turn(u32(u32(3) - group))  # the first turn is the first consumer's
 
             while True:
                 ptx.mbarrier_try_wait_parity(x_full(u32(0)), n & u32(1))
@@ -486,7 +483,7 @@ def build(
                             start_acc(acc, P, last)
                             wait_Y(step)
                             start_S(S, me, step)
-                            pass_turn(group)
+                            pass_turn(u32(u32(3) - group))
                             hidden = hidden_scores(mask_args, info, step, mine, column, N_q, N_k)
                             wait_acc(acc, P)
                             if leader:
@@ -498,7 +495,7 @@ def build(
                             wait_W(step)
                             take_turn(group)
                             start_dP(dP, me, step)
-                            pass_turn(group)
+                            pass_turn(u32(u32(3) - group))
                             wait_both(dP, S)
                             if leader:
                                 ptx.mbarrier_arrive(w_empty(step))
