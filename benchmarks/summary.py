@@ -38,6 +38,17 @@ def ratios(found: dict[tuple[int, bool, int], Row], rival: str, ours: str = OURS
     return [speed[ours] / speed[rival] for speed in found.values() if {ours, rival} <= set(speed)]
 
 
+def by_head_dimension(found: dict[tuple[int, bool, int], Row], rival: str, ours: str = OURS) -> str:
+    """`` (d = 64 0.967, 128 1.003)``: geometric means, where there is more than one d."""
+    dimensions = sorted({d for d, _, _ in found})
+    means = []
+    for d in dimensions:
+        values = ratios({key: speed for key, speed in found.items() if key[0] == d}, rival, ours)
+        if values:
+            means.append(f"{d} {geometric_mean(values):.3f}")
+    return f" (d = {', '.join(means)})" if len(means) > 1 else ""
+
+
 def worst(
     found: dict[tuple[int, bool, int], Row], rivals: Sequence[str] = RIVALS, ours: str = OURS
 ) -> tuple[float, tuple[int, bool, int]] | None:
@@ -78,7 +89,8 @@ def means(
     labels: Mapping[str, str] | None = None,
     ours: str = OURS,
 ) -> list[str]:
-    """One sentence for each rival: the geometric mean of the ratios; last the worst cell."""
+    """One sentence for each rival: the geometric mean of the ratios, of all and by d; last the
+    worst cell."""
     shown = {name: (labels or {}).get(name, name) for name in (ours, *RIVALS)}
     lines = []
     for rival in RIVALS:
@@ -87,6 +99,7 @@ def means(
             lines.append(
                 f"{shown[ours]} / {shown[rival]}: geometric mean {geometric_mean(values):.3f} over "
                 f"{len(values)} cells, {min(values):.3f} to {max(values):.3f}"
+                + by_head_dimension(found, rival, ours)
             )
     if least := worst(found, ours=ours):
         ratio, key = least

@@ -69,10 +69,10 @@ def assert_in_flight(code: Code, waits: int, products: set[str], dtype: str) -> 
     assert code.code_bytes < 160_000  # as long as it compiles in 5 to 8 s
 
 
-def assert_addresses_are_uniform(code: Code) -> None:
+def assert_addresses_are_uniform(code: Code, others: int = 8) -> None:
     """A few come from a thread's registers. In a loop of which ptxas does not see that all lanes
     leave it together, each k16 brings one or two more: at least 24."""
-    assert consumers_loop(code).count("R2UR") <= 12
+    assert consumers_loop(code).count("R2UR") <= others
 
 
 def unfenced_at_meetings(code: Code) -> list[int]:
@@ -110,15 +110,15 @@ def test_dQ_is_added_by_the_copy_unit(
     assert [*codes] == ["fa3_backward_prepare", "fa3_backward", "fa3_backward_finish"]
     code, width = codes["fa3_backward"], -(-d // 16) * 16
     assert_in_flight(code, waits, {64, width}, dtype)
-    assert set(code.using("UBLKRED")) == {"UBLKRED.G.S.ADD.F32.RN"}
+    # One place of the code, where there are bounds; else libNVVM writes the loop out three times.
+    assert code.using("UBLKRED") == ["UBLKRED.G.S.ADD.F32.RN"] * (1 if mask.rule.bounded else 3)
     assert_addresses_are_uniform(code)
     # The consumers meet in the first step, in the loop and behind it.
     assert unfenced_at_meetings(code) == [0] * 3
-    # They hand on turns: in the first step and in the loop at each half, and before and behind.
-    turns = [
-        line for line in code.instructions if re.search(r"BAR\.(SYNC|ARV)\S* R\d+, 0x100", line)
-    ]
-    assert len(turns) >= 4 * (2 if d <= 64 else 1)
+    # They take and pass turns: in the first step and in the loop at each half, and the first is
+    # passed, the last taken.
+    turns = [re.search(r"BAR\.(SYNC|ARV)\S* (R\d+|0x[12]), 0x100", x) for x in code.instructions]
+    assert sum(map(bool, turns)) == 4 * (2 if d <= 64 else 1) + 2
     assert code.using(r"STSM\.16\.MT88\.4") and code.using(r"STS\.128") and code.using(r"LDS\.64")
     # K_j and V_j of up to 64 columns become registers, in pieces of 16 columns, once.
     assert len(code.using(r"LDSM\.16\.M88\.4")) == (2 * width // 16 if d <= 64 else 0)
@@ -161,7 +161,7 @@ def test_large_heads_have_a_kernel_a_gradient(compiled: Any, dtype: str, mask: A
     assert [*codes] == ["fa3_backward_prepare", "fa3_dV", "fa3_dK", "fa3_dQ"]
     for name in ("fa3_dV", "fa3_dK", "fa3_dQ"):
         assert_in_flight(codes[name], 6 if name != "fa3_dV" else 4, {64, 256}, dtype)
-        assert_addresses_are_uniform(codes[name])
+        assert_addresses_are_uniform(codes[name], 9 if name == "fa3_dV" else 8)
         # The producer, and what computes rows again, have 40 registers and the values that all
         # warps begin with: some of these go to memory, once, and come back there.
         assert codes[name].stack <= 64

@@ -213,6 +213,10 @@ def test_means_are_said_in_words():
         "fa3 / fa4: geometric mean 1.061 over 2 cells, 0.900 to 1.250",
         "fa3 / the faster of cudnn and fa4: worst 0.800 (d = 128, full, N = 1,024)",
     ]
+    more = [*ROWS, row("fa3", 512, 8.0, d=64), row("cudnn", 512, 4.0, d=64)]
+    lines = summary.means(summary.cells(more, "sustained"))
+    assert lines[0].endswith("over 3 cells, 0.800 to 2.000 (d = 64 2.000, 128 1.000)")
+    assert lines[1].endswith("over 2 cells, 0.900 to 1.250")
     assert summary.means({}) == []
     labels = {"cudnn": "cuDNN", "fa4": "FA4"}
     assert "of cuDNN and FA4" in summary.means(summary.cells(ROWS, "sustained"), labels)[-1]
